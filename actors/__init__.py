@@ -1,0 +1,1 @@
+"""Actors: what models are made of. May import torch."""

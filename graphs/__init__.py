@@ -1,0 +1,1 @@
+"""Graphs: one file a model system, declarations only."""

@@ -1,0 +1,1 @@
+"""omniflow: omni-modal models as a typed dataflow graph of supervised actors."""

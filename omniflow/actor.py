@@ -1,0 +1,228 @@
+"""The actor API: what a stage is made of.
+
+An actor is a class with `setup`, `run` and `close`. One instance lives in one host process and serves many
+requests at once; whatever belongs to one request lives in the frame of `run`, so cancelling it cleans up.
+Ports are read from the signature of `run`:
+
+    async def run(self, prompt: Prompt, audio: AudioFeatures | None) -> TokenPrompt     two value ports, one may be skipped
+    async def run(self, prompt: TokenPrompt, emit: Emit[Tokens]) -> Generated           value in, stream and value out
+    async def run(self, segments: Stream[Segment], emit: Emit[AudioChunk]) -> None      stream in, stream out
+    @batched(max_size=8)
+    def run(self, mels: list[Mel]) -> list[Features]                                    across requests
+
+A result with several ports is a Struct that derives from `Outputs`: each field is a port, `None` skips it.
+Settings are the keyword parameters of `__init__`, typed, with defaults: `--set stage.name=value` reaches them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from omniflow.errors import GraphError
+from omniflow.media import Options
+from omniflow.weights import Weights
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Context(msgspec.Struct, frozen=True):
+    """What a `run` may know of its request: a parameter annotated `Context` is not a port."""
+
+    request_id: str
+    options: Options
+    deadline_s: float
+    """Seconds that this request was given in all, from its submission."""
+
+
+class Stream(AsyncIterator[T], ABC):
+    """The receiving end of a stream edge for one request: `async for item in stream`.
+
+    It ends when the producer has ended. Items not read when `run` returns are dropped, and the producer goes on.
+    """
+
+
+class Emit(ABC, Generic[T]):
+    """The sending end of a stream port for one request."""
+
+    @property
+    @abstractmethod
+    def wanted(self) -> bool:
+        """False where nobody reads this port for this request; `send` then returns at once."""
+
+    @abstractmethod
+    async def send(self, value: T) -> None:
+        """Hand `value` to every consumer; suspends while one of them has no credit left."""
+
+
+class Outputs(msgspec.Struct, frozen=True):
+    """Base of results that have several ports: one a field; `None` on an optional field skips the port."""
+
+
+class BatchPolicy(msgspec.Struct, frozen=True):
+    """How calls of several requests are put into one call of `run`."""
+
+    max_size: int
+    max_wait_ms: float
+
+
+class batched(Generic[T]):
+    """Mark `run` as taking lists: one element a request. A lone request never waits with `max_wait_ms=0`.
+
+    Where a batch of several raises, its items are run again one by one, so that only the bad one fails.
+    """
+
+    def __init__(self, *, max_size: int, max_wait_ms: float = 0) -> None:
+        if max_size < 1:
+            raise GraphError(f"@batched(max_size={max_size}): a batch has at least 1 item")
+        self.policy = BatchPolicy(max_size, max_wait_ms)
+
+    def __call__(self, run: Callable[..., T]) -> Callable[..., T]:
+        return typing.cast("Callable[..., T]", _BatchedRun(run, self.policy))
+
+
+class _BatchedRun:
+    """Stands in for `run` until the class exists, then tells it its policy and steps aside."""
+
+    def __init__(self, run: Callable[..., Any], policy: BatchPolicy) -> None:
+        self._run = run
+        self._policy = policy
+
+    def __set_name__(self, owner: type[Actor], name: str) -> None:
+        if name != "run":
+            raise GraphError(f"@batched belongs on run(), not on {owner.__name__}.{name}()")
+        owner.batch = self._policy
+        setattr(owner, name, self._run)
+
+
+class Actor:
+    """Base of all stages. Subclasses define `run`; see the module's docstring for its forms."""
+
+    heavy: ClassVar[bool] = False
+    """True for what keeps a core or a device busy: the planner gives it a host of its own."""
+    owns_process: ClassVar[bool] = False
+    """True for an engine that allows one instance a process."""
+    batch: ClassVar[BatchPolicy | None] = None
+    run: ClassVar[Callable[..., Any]]
+
+    def weights(self) -> Sequence[Weights]:
+        """What `setup` will read from disk; fetched with a progress bar before any host starts."""
+        return ()
+
+    async def setup(self) -> None:
+        """Load what `run` needs; called once in the host, before the first request. Blocking work goes to `offload`."""
+
+    async def close(self) -> None:
+        """Give back what `setup` took; called once, after the last `run`."""
+
+    async def offload(self, call: Callable[..., R], *args: Any) -> R:
+        """Run blocking compute in a thread, one call at a time for this actor, first come first served.
+
+        A cancelled caller still waits for its own call to end, so a step must be short (< 100 ms).
+        """
+        return await anyio.to_thread.run_sync(call, *args, limiter=self._one_at_a_time)
+
+    @functools.cached_property
+    def _one_at_a_time(self) -> anyio.CapacityLimiter:
+        return anyio.CapacityLimiter(1)
+
+
+class Port(msgspec.Struct, frozen=True):
+    """One typed opening of a stage."""
+
+    name: str
+    kind: Literal["value", "stream"]
+    type: Any
+    optional: bool = False
+
+
+class Ports(msgspec.Struct, frozen=True):
+    """All ports of an actor class, and what else its `run` takes."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    context: str | None
+    """Name of the parameter that takes the `Context`."""
+    split: bool
+    """True where the result is an `Outputs` whose fields are the ports."""
+
+
+RESULT = "result"
+"""Name of the only value output port of an actor whose result is not an `Outputs`."""
+
+
+def ports_of(actor: type[Actor]) -> Ports:
+    """Read the ports of an actor class from the signature of its `run`.
+
+    Raises GraphError where a parameter has no annotation or the signature has no meaning as ports.
+    """
+    name = actor.__name__
+    if "run" not in dir(actor):
+        raise GraphError(f"{name} has no run(); an actor needs one")
+    run = actor.run
+    try:
+        hints = typing.get_type_hints(run)
+    except NameError as error:
+        raise GraphError(f"{name}.run(): {error}; types of ports must be importable from its module") from error
+    inputs: list[Port] = []
+    outputs: list[Port] = []
+    context = None
+    for parameter in list(inspect.signature(run).parameters.values())[1:]:
+        if parameter.name not in hints:
+            raise GraphError(f"{name}.run(): parameter {parameter.name!r} has no annotation; a port needs a type")
+        hint = hints[parameter.name]
+        inner, optional = _strip_optional(hint)
+        origin = typing.get_origin(inner)
+        if inner is Context:
+            context = parameter.name
+        elif origin is Emit:
+            outputs.append(Port(parameter.name, "stream", typing.get_args(inner)[0]))
+        elif origin is Stream:
+            inputs.append(Port(parameter.name, "stream", typing.get_args(inner)[0], optional))
+        elif inner is Stream or inner is Emit:
+            raise GraphError(f"{name}.run(): {parameter.name!r} needs an item type, like {inner.__name__}[TextDelta]")
+        else:
+            inputs.append(Port(parameter.name, "value", inner, optional))
+    if "return" not in hints:
+        raise GraphError(f"{name}.run() has no return annotation; write `-> None` where it gives no result")
+    result = hints["return"]
+    split = inspect.isclass(result) and issubclass(result, Outputs)
+    if split:
+        for field, hint in typing.get_type_hints(result).items():
+            inner, optional = _strip_optional(hint)
+            outputs.append(Port(field, "value", inner, optional))
+    elif result is not type(None):
+        inner, optional = _strip_optional(result)
+        outputs.append(Port(RESULT, "value", inner, optional))
+    if actor.batch is not None:
+        inputs, outputs = _of_lists(actor, inputs, outputs)
+    return Ports(tuple(inputs), tuple(outputs), context, split)
+
+
+def _strip_optional(hint: Any) -> tuple[Any, bool]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        arms = typing.get_args(hint)
+        rest = tuple(arm for arm in arms if arm is not type(None))
+        if len(rest) < len(arms):
+            return (rest[0] if len(rest) == 1 else typing.Union[rest]), True  # noqa: UP007 - built at run time
+    return hint, False
+
+
+def _of_lists(actor: type[Actor], inputs: list[Port], outputs: list[Port]) -> tuple[list[Port], list[Port]]:
+    ports = inputs + outputs
+    if len(inputs) != 1 or len(outputs) != 1 or any(typing.get_origin(port.type) is not list for port in ports):
+        raise GraphError(f"{actor.__name__}.run() is @batched: it takes one list[...] and returns one list[...]")
+    return (
+        [msgspec.structs.replace(inputs[0], type=typing.get_args(inputs[0].type)[0])],
+        [msgspec.structs.replace(outputs[0], type=typing.get_args(outputs[0].type)[0])],
+    )

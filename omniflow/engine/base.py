@@ -1,0 +1,93 @@
+"""The protocol of an autoregressive engine: the same actor drives every implementation.
+
+    start(request)      queue a request; it joins the running batch at the next step boundary
+    feed(id, rows, done) more input embeddings for a request that was started open-ended
+    step() -> outputs   one step of the whole batch; an output says what a request has produced since its last
+    abort(id)           the request leaves at the next step boundary; unknown ids are ignored
+
+An engine belongs to one thread: `loop.EngineLoop` calls it and hands its outputs to asyncio.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary.
+
+    With a `seed` a request draws the same tokens alone and in any batch.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int = 256
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation. `embeds` [num_rows, hidden] take the place of the token embeddings at `positions`.
+
+    An `open` request does not generate until `feed(..., done=True)`.
+    """
+
+    id: str
+    ids: list[int]
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    embeds: torch.Tensor | None = None
+    positions: tuple[int, ...] = ()
+    open: bool = False
+
+
+class EngineOutput(msgspec.Struct, frozen=True):
+    """What one step gave one request. The stop token is not among `ids`. After a `finish_reason` nothing follows."""
+
+    id: str
+    ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    logprobs: tuple[float, ...] = ()
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """What an engine holds now."""
+
+    num_running: int
+    num_waiting: int
+    kv_tokens_used: int
+    kv_tokens_total: int
+
+
+class Engine(Protocol):
+    """See the module's docstring. Not thread-safe; nothing of it blocks but `step`."""
+
+    def start(self, request: EngineRequest) -> None:
+        """Queue `request`. Raises ContextLengthError if it can never fit, OverloadedError if the queue is full."""
+
+    def feed(self, request_id: str, rows: torch.Tensor, done: bool) -> None:
+        """Append input embeddings [n, hidden] to a request started with `open=True`; `done` lets it generate."""
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step of the batch (admit, prefill or decode, sample). Returns nothing where there is no work."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request at the next step boundary; its last output has finish_reason 'abort'."""
+
+    def has_work(self) -> bool:
+        """True while `step` would do something."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counts for metrics and admission."""
+        ...
+
+    def close(self) -> None:
+        """Free the model and the caches."""
