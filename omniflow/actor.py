@@ -4,7 +4,7 @@ An actor is a class with `setup`, `run` and `close`. One instance lives in one h
 requests at once; whatever belongs to one request lives in the frame of `run`, so cancelling it cleans up.
 Ports are read from the signature of `run`:
 
-    async def run(self, prompt: Prompt, audio: AudioFeatures | None) -> TokenPrompt     two value ports, one may be skipped
+    async def run(self, prompt: Prompt, audio: AudioFeatures | None) -> TokenPrompt     value ports, one optional
     async def run(self, prompt: TokenPrompt, emit: Emit[Tokens]) -> Generated           value in, stream and value out
     async def run(self, segments: Stream[Segment], emit: Emit[AudioChunk]) -> None      stream in, stream out
     @batched(max_size=8)

@@ -6,6 +6,7 @@
       PlanError                       the graph does not fit the cluster
       WeightsError                    weights that are missing, broken or unreachable
       StartError                      a stage failed in `setup`
+      ActorBrokenError                an actor cannot go on; its host ends and the supervisor decides
       RequestError                    ends one request, and only that one
         InvalidInputError             400  the caller can mend it; `param` names the field
           UnsupportedError            400  this model or profile cannot do it
@@ -78,6 +79,10 @@ class StartError(OmniflowError):
         self.detail = detail
 
 
+class ActorBrokenError(OmniflowError):
+    """Raised by an actor whose engine or device is broken for good: its host ends, and the supervisor decides."""
+
+
 class RequestError(OmniflowError):
     """Ends one request with a typed reply; other requests do not notice."""
 
@@ -100,9 +105,7 @@ class RequestError(OmniflowError):
 
     def info(self) -> ErrorInfo:
         """This error as a value that can cross a process."""
-        return ErrorInfo(
-            type(self).__name__, self.message, self.stage, self.request_id, self.param, self.retry_after_s
-        )
+        return ErrorInfo(type(self).__name__, self.message, self.stage, self.request_id, self.param, self.retry_after_s)
 
 
 class InvalidInputError(RequestError):

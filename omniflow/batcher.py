@@ -1,0 +1,92 @@
+"""Puts calls of several requests into one call of a `@batched` run; a lone request never waits for company."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import anyio
+
+from omniflow.actor import BatchPolicy
+from omniflow.errors import OmniflowError, ProtocolError
+
+CallBatch = Callable[[list[Any]], Awaitable[list[Any]]]
+
+
+class _Call(NamedTuple):
+    value: Any
+    answer: asyncio.Future[Any]
+
+
+class Batcher:
+    """One for each batched stage of a host; `serve` runs in the host's task group."""
+
+    def __init__(self, stage: str, policy: BatchPolicy, call: CallBatch) -> None:
+        self._stage = stage
+        self._policy = policy
+        self._call = call
+        self._waiting: deque[_Call] = deque()
+        self._arrival = asyncio.Event()
+
+    async def run(self, value: Any) -> Any:
+        """The result for `value`; a cancelled caller leaves the queue, or its result is dropped."""
+        call = _Call(value, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        self._arrival.set()
+        return await call.answer
+
+    async def serve(self) -> None:
+        """Collect and run batches, one at a time, for ever."""
+        while True:
+            if not self._waiting:
+                self._arrival.clear()
+                await self._arrival.wait()
+            if self._policy.max_wait_ms > 0:
+                await self._fill()
+            batch = self._take()
+            if batch:
+                await self._answer(batch)
+
+    async def _fill(self) -> None:
+        with anyio.move_on_after(self._policy.max_wait_ms / 1000):
+            while len(self._waiting) < self._policy.max_size:
+                self._arrival.clear()
+                await self._arrival.wait()
+
+    def _take(self) -> list[_Call]:
+        batch: list[_Call] = []
+        while self._waiting and len(batch) < self._policy.max_size:
+            call = self._waiting.popleft()
+            if not call.answer.done():
+                batch.append(call)
+        return batch
+
+    async def _answer(self, batch: list[_Call]) -> None:
+        try:
+            results = await self._call([call.value for call in batch])
+            if len(results) != len(batch):
+                raise ProtocolError(
+                    f"run() got a batch of {len(batch)} and returned {len(results)} results", stage=self._stage
+                )
+        except Exception as error:  # noqa: BLE001 - the boundary to actor code: it must not end the other requests
+            if len(batch) > 1 and not isinstance(error, ProtocolError):
+                for call in batch:
+                    await self._answer([call])
+                return
+            for call in batch:
+                _settle(call.answer, None, error)
+            return
+        for call, result in zip(batch, results, strict=True):
+            failed = isinstance(result, OmniflowError)
+            _settle(call.answer, None if failed else result, result if failed else None)
+
+
+def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if answer.done():
+        return
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(result)

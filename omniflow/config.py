@@ -1,0 +1,203 @@
+"""Settings: typed, addressable by `stage.field`, with one precedence, and every value knows where it came from.
+
+Precedence, strongest first: command line > environment > file > profile > graph. Keys are `runtime.x`, `server.x`,
+or `<stage>.<field>`, where a field is a stage field (device, threads, ...) or a setting of the stage's actor.
+In the environment `OMNIFLOW__THINKER__MAX_TOKENS=64` sets `thinker.max_tokens`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from omniflow.actor import Actor
+from omniflow.errors import ConfigError
+from omniflow.graph import STAGE_FIELDS, GraphSpec, Stage, nearest
+
+Seconds = Annotated[float, Meta(gt=0, description="seconds")]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How requests are admitted, bounded and ended."""
+
+    deadline_s: Annotated[float, Meta(gt=0, description="time that a request gets where it names none")] = 120.0
+    max_in_flight: Annotated[int, Meta(ge=1, description="requests that run at once")] = 64
+    max_queued: Annotated[int, Meta(ge=0, description="requests that may wait for a place; more get a 429")] = 256
+    stream_bound: Annotated[int, Meta(ge=1, description="credits of a stream edge that names no bound")] = 16
+    restart_wait_s: Annotated[
+        float, Meta(ge=0, description="how long a request waits for a restarting stage before it gets a 503")
+    ] = 15.0
+    start_timeout_s: Annotated[float, Meta(gt=0, description="time for all stages to become ready")] = 180.0
+    drain_s: Annotated[float, Meta(ge=0, description="time for running requests to finish on shutdown")] = 20.0
+    hang_s: Annotated[float, Meta(gt=0, description="a host whose event loop is silent for so long is killed")] = 20.0
+    shm_bytes: Annotated[int, Meta(ge=2**20, description="shared memory that one host may hold for its messages")] = (
+        2**29
+    )
+
+
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The HTTP server."""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8000
+    model: Annotated[str, Meta(description="model id that clients see; empty: the name of the graph")] = ""
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="larger request bodies get a 413")] = 64 * 2**20
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """Values from one place. Text values are converted to the type of their key."""
+
+    source: str
+    values: dict[str, Any]
+
+
+class Configured(msgspec.Struct, frozen=True):
+    """A graph with all overrides applied. `origins` says for each key that was set where its value came from."""
+
+    spec: GraphSpec
+    runtime: RuntimeConfig
+    server: ServerConfig
+    origins: dict[str, str]
+
+
+def settings_of(actor: type[Actor]) -> dict[str, tuple[Any, Any]]:
+    """The settings of an actor class: name -> (type, default); the default of a required one is `inspect._empty`."""
+    if actor.__init__ is object.__init__:
+        return {}
+    hints = typing.get_type_hints(actor.__init__, include_extras=True)
+    found = {}
+    for parameter in list(inspect.signature(actor.__init__).parameters.values())[1:]:
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        found[parameter.name] = (hints.get(parameter.name, Any), parameter.default)
+    return found
+
+
+def file_layer(path: Path) -> Layer:
+    """Read a TOML file: tables are stages (or runtime, server), keys their fields."""
+    try:
+        tables = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no valid TOML: {error}") from None
+    values: dict[str, Any] = {}
+    for table, entries in tables.items():
+        if not isinstance(entries, dict):
+            raise ConfigError(
+                f"{path}: {table!r} stands outside a table; write it under [runtime], [server] or a stage"
+            )
+        values |= {f"{table}.{key}": value for key, value in entries.items()}
+    return Layer(f"file {path}", values)
+
+
+def environment_layer(environ: Mapping[str, str]) -> Layer:
+    """Take `OMNIFLOW__STAGE__FIELD` variables as values."""
+    prefix = "OMNIFLOW__"
+    values = {}
+    for name, value in environ.items():
+        if name.startswith(prefix):
+            values[name.removeprefix(prefix).lower().replace("__", ".", 1)] = value
+    return Layer("environment", values)
+
+
+def set_layer(pairs: Iterable[str]) -> Layer:
+    """Take `--set stage.field=value` arguments as values."""
+    values = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or "." not in key:
+            raise ConfigError(f"--set {pair!r}: write it as stage.field=value")
+        values[key.strip()] = value
+    return Layer("command line", values)
+
+
+def configure(spec: GraphSpec, layers: Iterable[Layer] = ()) -> Configured:
+    """Apply `layers`, weakest first, to a graph. Raises ConfigError with the nearest key for an unknown one."""
+    stages = {stage.name: stage for stage in spec.stages}
+    origins = _declared_origins(spec)
+    tables: dict[str, dict[str, Any]] = {"runtime": {}, "server": {}}
+    for layer in layers:
+        for key, value in layer.values.items():
+            table, _, field = key.partition(".")
+            if table in stages:
+                stages[table] = _override(stages[table], field, value, layer.source)
+            elif table in tables:
+                tables[table][field] = _field_value(_config_type(table), table, field, value, layer.source)
+            else:
+                raise ConfigError(f"{layer.source}: unknown key {key!r}{nearest(table, [*stages, *tables])}")
+            origins[key] = layer.source
+    checked = tuple(_checked(stage) for stage in stages.values())
+    return Configured(
+        msgspec.structs.replace(spec, stages=checked),
+        RuntimeConfig(**tables["runtime"]),
+        ServerConfig(**tables["server"]),
+        origins,
+    )
+
+
+def _config_type(table: str) -> type[RuntimeConfig | ServerConfig]:
+    return RuntimeConfig if table == "runtime" else ServerConfig
+
+
+def _declared_origins(spec: GraphSpec) -> dict[str, str]:
+    origins = {f"{stage.name}.{key}": "graph" for stage in spec.stages for key in stage.settings}
+    for name, binding in (spec.profile.bindings if spec.profile else {}).items():
+        if name not in spec.absent and spec.profile:
+            values = msgspec.structs.asdict(binding)
+            for key in [*values["fields"], *values["settings"]]:
+                origins[f"{name}.{key}"] = f"profile {spec.profile.name}"
+    return origins
+
+
+def _override(stage: Stage, field: str, value: Any, source: str) -> Stage:
+    where = f"{stage.name}.{field}"
+    if field in STAGE_FIELDS:
+        converted = convert(value, STAGE_FIELDS[field], where, source)
+        return msgspec.structs.replace(stage, **{field: converted})
+    known = settings_of(stage.actor)
+    if field not in known:
+        raise ConfigError(
+            f"{source}: stage {stage.name!r} has no setting {field!r}{nearest(field, [*known, *STAGE_FIELDS])}"
+        )
+    converted = convert(value, known[field][0], where, source)
+    return msgspec.structs.replace(stage, settings=stage.settings | {field: converted})
+
+
+def _field_value(config: type[msgspec.Struct], table: str, field: str, value: Any, source: str) -> Any:
+    hints = typing.get_type_hints(config, include_extras=True)
+    if field not in hints:
+        raise ConfigError(f"{source}: unknown key {table}.{field}{nearest(field, hints)}")
+    return convert(value, hints[field], f"{table}.{field}", source)
+
+
+def convert(value: Any, hint: Any, where: str, source: str) -> Any:
+    """`value` (text is parsed) as type `hint`. Raises ConfigError that names the key and what would pass."""
+    try:
+        return msgspec.convert(value, hint, strict=not isinstance(value, str))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {where}={value!r}: {error}") from None
+
+
+def _checked(stage: Stage) -> Stage:
+    """Check the settings that graph and profile gave against the actor's signature, too."""
+    known = settings_of(stage.actor)
+    for field, value in stage.settings.items():
+        if field not in known:
+            raise ConfigError(
+                f"stage {stage.name!r}: {stage.actor.__name__} has no setting {field!r}"
+                f"{nearest(field, [*known, *STAGE_FIELDS])}"
+            )
+        convert(value, known[field][0], f"{stage.name}.{field}", "graph")
+    for field, (_, default) in known.items():
+        if default is inspect.Parameter.empty and field not in stage.settings:
+            raise ConfigError(f"stage {stage.name!r}: {stage.actor.__name__} needs a value for {field!r}")
+    return stage

@@ -1,0 +1,11 @@
+"""Imported once, by the fork server that host processes come from, before it forks any: it dies with its parent too.
+
+Without this, the hosts' own tie (to the fork server) would not fire after `kill -9` of the main process, because each
+of them keeps the fork server's life line open.
+"""
+
+import os
+
+from omniflow.die_with_parent import die_with_parent
+
+die_with_parent(os.getppid())

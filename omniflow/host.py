@@ -1,0 +1,421 @@
+"""A host: runs the actors of one process in one task group, and moves values between them and its links.
+
+    Open (from the runtime) -> Visit -> values arrive by `on_item` -> a stage has all it needs -> Actor.run
+    -> Emit.send and results -> the link of each edge -> the next host, or the runtime -> Closed
+
+A host in the runtime's own process is the same object behind a LOCAL_OBJECT link.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+import anyio
+import anyio.abc
+import msgspec
+
+from omniflow.actor import Actor, Context, Ports, ports_of
+from omniflow.batcher import Batcher
+from omniflow.errors import (
+    ActorBrokenError,
+    ErrorInfo,
+    OmniflowError,
+    ProtocolError,
+    RequestError,
+    StageError,
+    UnsupportedError,
+)
+from omniflow.graph import Edge, Stage, route
+from omniflow.mailbox import Credits, Mailbox
+from omniflow.messages import (
+    Cancel,
+    Closed,
+    Connect,
+    Credit,
+    End,
+    Failure,
+    HostFailed,
+    HostReady,
+    Message,
+    Open,
+    Shutdown,
+    Skip,
+    StageReady,
+)
+from omniflow.planner.plan import FRONT, Plan, PlannedEdge
+from omniflow.transport.base import Link
+from omniflow.transport.local_object import loopback
+from omniflow.visit import PortEmit, Run, StageRoute, Visit, refuse_wrong_type
+
+log = logging.getLogger("omniflow.host")
+
+
+class HostSpec(msgspec.Struct, frozen=True):
+    """What a host must know: its stages, the edges that touch it, and the graph's topology for pruning."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    edges: tuple[PlannedEdge, ...]
+    topology: tuple[Edge, ...]
+    absent: dict[str, str]
+    shm_bytes: int
+    beat_s: float
+
+
+def host_spec(plan: Plan, name: str, *, shm_bytes: int, beat_s: float) -> HostSpec:
+    """The part of `plan` that concerns the host `name`."""
+    host = next(host for host in plan.hosts if host.name == name)
+    return HostSpec(
+        name,
+        tuple(plan.graph.stage(stage) for stage in host.stages),
+        tuple(edge for edge in plan.edges if name in (edge.source_host, edge.target_host)),
+        plan.graph.all_edges,
+        plan.graph.absent,
+        shm_bytes,
+        beat_s,
+    )
+
+
+class _LocalStage:
+    """One actor of this host, with what never changes about it."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.actor: Actor = stage.actor(**stage.settings)
+        self.ports: Ports = ports_of(stage.actor)
+        self.is_async = inspect.iscoroutinefunction(stage.actor.run)
+        self.batcher = Batcher(stage.name, self.actor.batch, self._call_batch) if self.actor.batch else None
+
+    async def call(self, arguments: dict[str, Any]) -> Any:
+        if self.batcher is not None:
+            (value,) = arguments.values()
+            return await self.batcher.run(value)
+        if self.is_async:
+            return await self.actor.run(**arguments)
+        return await self.actor.offload(functools.partial(self.actor.run, **arguments))
+
+    async def _call_batch(self, values: list[Any]) -> list[Any]:
+        if self.is_async:
+            found: list[Any] = await self.actor.run(values)
+            return found
+        return await self.actor.offload(self.actor.run, values)
+
+
+class Host:
+    """See the module's docstring. `stopped` is set once the host is to end."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        self.spec = spec
+        self.stopped = anyio.Event()
+        self.links: dict[str, Link] = {}
+        self.broken = False
+        self._visits: dict[int, Visit] = {}
+        self._stages: dict[str, _LocalStage] = {}
+        self._edges = {edge.id: edge for edge in spec.edges}
+        self._numbers = {(edge.source, edge.source_port, edge.target, edge.target_port): edge.id for edge in spec.edges}
+        self._routes: dict[tuple[str, tuple[str, ...]], list[StageRoute]] = {}
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._connect: Callable[[str, int], Link] | None = None
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def serve(self, front: Link, connect: Callable[[str, int], Link] | None = None) -> None:
+        """Set the actors up, serve until `stopped`, close them. `connect` makes the link of a `Connect` message."""
+        self.links = {FRONT: front, self.spec.name: loopback(self.spec.name, self)}
+        self._connect = connect
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                if await self._set_up():
+                    front.send(HostReady())
+                    await self.stopped.wait()
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                for local in self._stages.values():
+                    await local.actor.close()
+
+    async def _set_up(self) -> bool:
+        for stage in self.spec.stages:
+            began = time.perf_counter()
+            try:
+                local = _LocalStage(stage)
+                await local.actor.setup()
+            except Exception as error:  # noqa: BLE001 - the boundary to actor code: reported with stage and traceback
+                self._break(stage.name, error)
+                return False
+            self._stages[stage.name] = local
+            if local.batcher is not None:
+                self._spawn(local.batcher.serve)
+            self.links[FRONT].send(StageReady(stage.name, time.perf_counter() - began))
+        return True
+
+    def _spawn(self, call: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
+        if self._tasks is not None:
+            self._tasks.start_soon(call, *arguments)
+
+    def _break(self, stage: str, error: Exception) -> None:
+        """This host cannot go on: say why, then end."""
+        self.broken = True
+        detail = "" if isinstance(error, OmniflowError) else "".join(traceback.format_exception(error))
+        message = str(error) if isinstance(error, OmniflowError) else f"{type(error).__name__}: {error}"
+        self.links[FRONT].send(HostFailed(stage, message[:8000], detail[-16000:]))
+        self.stopped.set()
+
+    # -- what links deliver ----------------------------------------------------------------------------------------
+
+    def on_message(self, link: Link, message: Message, descriptors: Sequence[int]) -> None:
+        match message:
+            case Credit():
+                visit = self._visits.get(message.request)
+                if visit is not None and message.edge in visit.credits:
+                    visit.credits[message.edge].give(message.count)
+            case End():
+                self._on_end(message)
+            case Skip():
+                self._on_skip(message.edge, message.request)
+            case Open():
+                self._open(message)
+            case Cancel():
+                visit = self._visits.get(message.request)
+                if visit is not None:
+                    visit.stop()
+                    self._close_if_done(visit)
+            case Connect():
+                if self._connect is not None:
+                    self.links[message.peer] = self._connect(message.peer, descriptors[0])
+            case Shutdown():
+                self.stopped.set()
+            case _:
+                raise ProtocolError(f"host {self.spec.name} cannot take a {type(message).__name__}")
+
+    def on_closed(self, link: Link) -> None:
+        if link is self.links.get(FRONT):
+            self.stopped.set()
+        elif self.links.get(link.peer) is link:
+            del self.links[link.peer]
+
+    def on_bad_item(self, link: Link, edge: int, request: int, error: ErrorInfo) -> None:
+        visit = self._visit(request)
+        if visit is not None:
+            failure = ProtocolError(error.message, stage=self._edges[edge].target)
+            self._fail(visit, failure)
+
+    def on_item(self, link: Link, edge: int, request: int, seq: int, value: object) -> None:
+        visit = self._visit(request)
+        if visit is None:
+            return
+        planned = self._edges[edge]
+        run = visit.runs.get(planned.target)
+        if run is None:
+            return
+        mailbox = run.streams.get(planned.target_port)
+        if mailbox is None:
+            run.values[planned.target_port] = value
+            run.missing.discard(planned.target_port)
+        else:
+            try:
+                mailbox.put(seq, value)
+            except ProtocolError as error:
+                error.stage = planned.source
+                self._fail(visit, error)
+                return
+        self._start_if_ready(visit, run)
+
+    def _on_end(self, message: End) -> None:
+        visit = self._visit(message.request)
+        planned = self._edges[message.edge]
+        run = visit.runs.get(planned.target) if visit is not None else None
+        if visit is None or run is None:
+            return
+        try:
+            run.streams[planned.target_port].end(message.count)
+        except ProtocolError as error:
+            error.stage = planned.source
+            self._fail(visit, error)
+            return
+        self._start_if_ready(visit, run)
+
+    def _on_skip(self, edge: int, request: int) -> None:
+        visit = self._visit(request)
+        planned = self._edges[edge]
+        run = visit.runs.get(planned.target) if visit is not None else None
+        if visit is None or run is None:
+            return
+        port = next(port for port in run.route.ports.inputs if port.name == planned.target_port)
+        if not port.optional:
+            self._skip_stage(visit, run)
+            return
+        run.values[port.name] = None
+        run.streams.pop(port.name, None)
+        run.missing.discard(port.name)
+        self._start_if_ready(visit, run)
+
+    def _visit(self, request: int) -> Visit | None:
+        """The open visit of a request. An item can overtake `Open`, which came by the runtime's link: look there."""
+        visit = self._visits.get(request)
+        if visit is None:
+            self.links[FRONT].poll()
+            visit = self._visits.get(request)
+        return None if visit is None or visit.over else visit
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def _open(self, message: Open) -> None:
+        context = Context(message.request_id, message.options, message.deadline_s)
+        visit = self._visits[message.request] = Visit(message.request, context)
+        for stage_route in self._route(message.entry, message.outputs):
+            run = visit.runs[stage_route.stage] = Run(stage_route)
+            for port in stage_route.ports.inputs:
+                edge = stage_route.inputs.get(port.name)
+                if edge is None:
+                    run.values[port.name] = None
+                elif port.kind == "value":
+                    run.missing.add(port.name)
+                else:
+                    give = functools.partial(self._give_credit, edge, message.request)
+                    run.streams[port.name] = Mailbox(self._edges[edge].bound, give)
+            for name, edges in stage_route.outputs.items():
+                if any(port.name == name and port.kind == "stream" for port in stage_route.ports.outputs):
+                    visit.credits |= {edge: Credits(self._edges[edge].bound) for edge in edges}
+
+    def _route(self, entry: str, outputs: tuple[str, ...]) -> list[StageRoute]:
+        found = self._routes.get((entry, outputs))
+        if found is None:
+            part = route(self.spec.topology, self.spec.absent, entry, outputs)
+            found = [self._stage_route(name, part.edges, part.refusals) for name in self._stages if name in part.stages]
+            self._routes[entry, outputs] = found
+        return found
+
+    def _stage_route(self, name: str, edges: Sequence[Edge], refusals: dict[tuple[str, str], str]) -> StageRoute:
+        ports = self._stages[name].ports
+        inputs = {edge.target_port: self._number(edge) for edge in edges if edge.target == name}
+        outputs: dict[str, tuple[int, ...]] = {}
+        for port in ports.outputs:
+            readers = [e for e in edges if e.source == name and e.source_port == port.name]
+            outputs[port.name] = tuple(self._number(edge) for edge in readers)
+        refused = {port: reason for (stage, port), reason in refusals.items() if stage == name}
+        return StageRoute(name, ports, inputs, outputs, refused)
+
+    def _number(self, edge: Edge) -> int:
+        return self._numbers[edge.source, edge.source_port, edge.target, edge.target_port]
+
+    def _start_if_ready(self, visit: Visit, run: Run) -> None:
+        if not run.missing and not run.started and not visit.over:
+            run.started = True
+            visit.num_running += 1
+            self._spawn(self._run_stage, visit, run)
+
+    async def _run_stage(self, visit: Visit, run: Run) -> None:
+        """One `Actor.run` for one request: the only place that catches what actor code raises."""
+        local = self._stages[run.route.stage]
+        scope = anyio.CancelScope()
+        visit.scopes.add(scope)
+        try:
+            with scope:
+                if visit.over:
+                    scope.cancel()
+                result = await local.call(self._arguments(visit, run))
+                await self._finish_stage(visit, run, result)
+        except RequestError as error:
+            error.stage = error.stage or run.route.stage
+            self._fail(visit, error)
+        except ActorBrokenError as error:
+            self._fail(visit, StageError(error.message, stage=run.route.stage))
+            self._break(run.route.stage, error)
+        except Exception as error:  # noqa: BLE001 - a bug in `run` ends its own request only (docs/adr/0004)
+            log.exception("stage %s failed for request %s", run.route.stage, visit.context.request_id)
+            self._fail(visit, StageError(f"{type(error).__name__}: {error}"[:2000], stage=run.route.stage))
+        finally:
+            visit.scopes.discard(scope)
+            visit.num_running -= 1
+            self._close_if_done(visit)
+
+    def _arguments(self, visit: Visit, run: Run) -> dict[str, Any]:
+        arguments = {**run.values, **run.streams}
+        for port in run.route.ports.outputs:
+            if port.kind == "stream":
+                edges = run.route.outputs[port.name]
+                readers = {edge: visit.credits[edge] for edge in edges}
+                loops = {edge: bound for edge in edges if (bound := self._edges[edge].loop) is not None}
+                refusal = run.route.refusals.get(port.name)
+                arguments[port.name] = PortEmit(
+                    run.route.stage, port, visit.request, self._send_item, readers, loops, refusal
+                )
+        if run.route.ports.context is not None:
+            arguments[run.route.ports.context] = visit.context
+        return arguments
+
+    async def _finish_stage(self, visit: Visit, run: Run, result: Any) -> None:
+        """Send what the stage gave, end its streams, and forget it."""
+        for mailbox in run.streams.values():
+            mailbox.discard()
+        for port in run.route.ports.outputs:
+            edges = run.route.outputs[port.name]
+            if port.kind == "stream":
+                for edge in edges:
+                    self._send(edge, End(edge, visit.request, visit.credits[edge].seq))
+                continue
+            value = result
+            if run.route.ports.split:
+                value = msgspec.structs.asdict(result)[port.name]
+            if value is None and port.optional:
+                for edge in edges:
+                    self._send(edge, Skip(edge, visit.request))
+                continue
+            refuse_wrong_type(run.route.stage, port, value)
+            if port.name in run.route.refusals:
+                raise UnsupportedError(run.route.refusals[port.name], stage=run.route.stage)
+            for edge in edges:
+                pending = self._send_item(edge, visit.request, 0, value)
+                if pending is not None:
+                    await pending
+        visit.runs.pop(run.route.stage, None)
+
+    def _skip_stage(self, visit: Visit, run: Run) -> None:
+        """A required port of a one-port stage gets nothing: the stage does not run, and its readers are told."""
+        for edges in run.route.outputs.values():
+            for edge in edges:
+                self._send(edge, Skip(edge, visit.request))
+        visit.runs.pop(run.route.stage, None)
+        self._close_if_done(visit)
+
+    def _fail(self, visit: Visit, error: RequestError) -> None:
+        if not visit.over:
+            error.request_id = visit.context.request_id
+            self.links[FRONT].send(Failure(visit.request, error.info()))
+            visit.stop()
+            self._close_if_done(visit)
+
+    def _close_if_done(self, visit: Visit) -> None:
+        if visit.num_running == 0 and (visit.over or not visit.runs) and visit.request in self._visits:
+            del self._visits[visit.request]
+            self.links[FRONT].send(Closed(visit.request, visit.unfinished))
+
+    # -- ways out --------------------------------------------------------------------------------------------------
+
+    def _send_item(self, edge: int, request: int, seq: int, value: object) -> Awaitable[None] | None:
+        link = self.links.get(self._edges[edge].target_host)
+        # Without a link the reader's host has died, and the runtime is about to cancel this request.
+        return link.send_item(edge, request, seq, value) if link is not None else None
+
+    def _send(self, edge: int, message: Message) -> None:
+        link = self.links.get(self._edges[edge].target_host)
+        if link is not None:
+            link.send(message)
+
+    def _give_credit(self, edge: int, request: int, count: int) -> None:
+        link = self.links.get(self._edges[edge].source_host)
+        if link is not None:
+            link.send(Credit(edge, request, count))
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have something here."""
+        return len(self._visits)

@@ -1,0 +1,254 @@
+"""Placement: stages to devices, stages to hosts, a transport to every edge. Each decision leaves a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from omniflow.config import RuntimeConfig
+from omniflow.errors import PlanError
+from omniflow.graph import CLIENT, Edge, GraphSpec, Restart, Stage, type_name
+from omniflow.planner.cluster import Cluster
+from omniflow.planner.plan import FRONT, Plan, PlannedEdge, PlannedHost, Transport
+
+
+def plan(spec: GraphSpec, cluster: Cluster, config: RuntimeConfig | None = None) -> Plan:
+    """Place `spec` on `cluster`. Raises PlanError that says which stage does not fit, and what would."""
+    config = config or RuntimeConfig()
+    stages = [stage for stage in spec.stages if stage.name not in spec.absent]
+    devices = _place_devices(stages, cluster)
+    groups = _fuse(spec, stages, devices, cluster)
+    hosts = tuple(_host(group, why, devices, cluster) for group, why in groups)
+    _refuse_over_memory(hosts, cluster)
+    host_of = {name: host for host in hosts for name in host.stages}
+    edges = [
+        _planned_edge(number, edge, spec, host_of, config)
+        for number, edge in enumerate((*spec.inputs, *spec.edges, *spec.outputs))
+        if edge.source not in spec.absent and edge.target not in spec.absent
+    ]
+    return Plan(spec, cluster, hosts, tuple(edges))
+
+
+def _place_devices(stages: list[Stage], cluster: Cluster) -> dict[str, tuple[str, ...]]:
+    """A stage with `device='gpu'` gets the `tp` GPUs with the most free bytes; `gpu:3` asks for one by number."""
+    free = [gpu.memory_bytes for gpu in cluster.gpus]
+    placed: dict[str, tuple[str, ...]] = {}
+    order = sorted(stages, key=lambda stage: (":" not in stage.device, -stage.memory.total_bytes))
+    for stage in order:
+        if stage.device == "cpu":
+            if stage.tp > 1:
+                raise PlanError(f"tp={stage.tp} needs GPUs; set device='gpu'", stage=stage.name)
+            placed[stage.name] = ("cpu",)
+            continue
+        chosen = _choose_gpus(stage, free, cluster)
+        need = -(-stage.memory.total_bytes // stage.tp)
+        for index in chosen:
+            if need > free[index]:
+                raise PlanError(
+                    f"it needs {_gib(need)} on GPU {index}, which has {_gib(free[index])} of "
+                    f"{_gib(cluster.gpus[index].memory_bytes)} left; lower its kv_tokens, raise tp, or add a GPU",
+                    stage=stage.name,
+                )
+            free[index] -= need
+        placed[stage.name] = tuple(f"gpu:{index}" for index in chosen)
+    return placed
+
+
+def _choose_gpus(stage: Stage, free: list[int], cluster: Cluster) -> list[int]:
+    kind, _, number = stage.device.partition(":")
+    if kind != "gpu" or (number and not number.isdigit()):
+        raise PlanError(f"device {stage.device!r} is unknown; write cpu, gpu or gpu:0", stage=stage.name)
+    if not cluster.gpus:
+        raise PlanError(
+            f"it wants a GPU, and cluster {cluster.name!r} has none; choose a profile for CPUs (--profile), or "
+            f"set {stage.name}.device=cpu",
+            stage=stage.name,
+        )
+    if number:
+        wanted = list(range(int(number), int(number) + stage.tp))
+        if wanted[-1] >= len(cluster.gpus):
+            raise PlanError(f"GPU {wanted[-1]} does not exist; there are {len(cluster.gpus)}", stage=stage.name)
+        return wanted
+    if stage.tp > len(cluster.gpus):
+        raise PlanError(f"tp={stage.tp} needs as many GPUs; there are {len(cluster.gpus)}", stage=stage.name)
+    return sorted(sorted(range(len(free)), key=lambda index: (-free[index], index))[: stage.tp])
+
+
+def _fuse(
+    spec: GraphSpec, stages: list[Stage], devices: dict[str, tuple[str, ...]], cluster: Cluster
+) -> list[tuple[list[Stage], str]]:
+    """Group stages into hosts. A group is never split again, so order does not matter."""
+    if cluster.single_process and all(devices[stage.name] == ("cpu",) for stage in stages):
+        return [(stages, "one process was asked for")]
+    anchors = [stage for stage in stages if _is_anchor(stage)]
+    groups = {stage.name: [stage] for stage in anchors}
+    reasons = {stage.name: _anchor_reason(stage) for stage in anchors}
+    home = {stage.name: stage.name for stage in anchors}
+    _fuse_on_gpu(spec, groups, reasons, home, devices)
+    riders = [stage for stage in stages if stage.name not in home]
+    if not anchors and riders:
+        return [(riders, "light stages only: one host is enough")]
+    _ride(spec, riders, groups, home)
+    order = {stage.name: index for index, stage in enumerate(stages)}
+    result = []
+    for name, group in groups.items():
+        members = sorted(group, key=lambda stage: order[stage.name])
+        light = [stage.name for stage in members if stage.name in {rider.name for rider in riders}]
+        ride = f"; light stages ride along: {', '.join(light)}" if light else ""
+        result.append((members, reasons[name] + ride))
+    return sorted(result, key=lambda entry: order[entry[0][0].name])
+
+
+def _is_anchor(stage: Stage) -> bool:
+    return stage.actor.heavy or stage.actor.owns_process or stage.isolate or stage.device != "cpu"
+
+
+def _anchor_reason(stage: Stage) -> str:
+    if stage.isolate:
+        return f"{stage.name} asked to be isolated"
+    if stage.actor.owns_process:
+        return f"the engine of {stage.name} owns its process"
+    if stage.tp > 1:
+        return f"{stage.name} is tensor parallel"
+    if stage.device != "cpu":
+        return f"{stage.name} runs on a GPU"
+    return f"{stage.name} keeps a core busy"
+
+
+def _fuse_on_gpu(
+    spec: GraphSpec,
+    groups: dict[str, list[Stage]],
+    reasons: dict[str, str],
+    home: dict[str, str],
+    devices: dict[str, tuple[str, ...]],
+) -> None:
+    """Adjacent GPU stages on the same device run in one process, unless something keeps them apart."""
+    for edge in spec.edges:
+        a, b = home.get(edge.source), home.get(edge.target)
+        if a is None or b is None or a == b:
+            continue
+        first, second = spec.stage(edge.source), spec.stage(edge.target)
+        if devices[first.name] == ("cpu",) or devices[first.name] != devices[second.name]:
+            continue
+        if any(_stays_apart(stage) for stage in (*groups[a], *groups[b])) or first.restart != second.restart:
+            continue
+        groups[a] += groups.pop(b)
+        reasons[a] = f"{', '.join(stage.name for stage in groups[a])} are adjacent and share {devices[first.name][0]}"
+        reasons.pop(b)
+        for stage in groups[a]:
+            home[stage.name] = a
+
+
+def _stays_apart(stage: Stage) -> bool:
+    return stage.isolate or stage.actor.owns_process or stage.tp > 1
+
+
+def _ride(spec: GraphSpec, riders: list[Stage], groups: dict[str, list[Stage]], home: dict[str, str]) -> None:
+    """Light stages go where they ask (`near`), else to the heaviest host that an edge joins them to."""
+    todo = {stage.name: stage for stage in riders}
+    for stage in [stage for stage in riders if stage.near is not None]:
+        target = stage.near or ""
+        if target not in home or target in spec.absent:
+            raise PlanError(f"near={target!r} names no stage with a host of its own", stage=stage.name)
+        _join(todo.pop(stage.name), home[target], groups, home)
+    while todo:
+        # One round gives every rider with a placed neighbour its host before any of them counts as a neighbour.
+        found = {name: _heaviest(name, spec.edges, groups, home) for name in todo}
+        placed = {name: host for name, host in found.items() if host is not None}
+        if not placed:
+            placed = dict.fromkeys(todo, next(iter(groups)))
+        for name, host in placed.items():
+            _join(todo.pop(name), host, groups, home)
+
+
+def _join(stage: Stage, host: str, groups: dict[str, list[Stage]], home: dict[str, str]) -> None:
+    groups[host].append(stage)
+    home[stage.name] = host
+
+
+def _heaviest(name: str, edges: Iterable[Edge], groups: dict[str, list[Stage]], home: dict[str, str]) -> str | None:
+    near = {home[edge.target] for edge in edges if edge.source == name and edge.target in home}
+    near |= {home[edge.source] for edge in edges if edge.target == name and edge.source in home}
+    return max(near, key=lambda host: (_weight(groups[host]), host), default=None)
+
+
+def _weight(group: list[Stage]) -> int:
+    return sum(stage.memory.total_bytes for stage in group)
+
+
+def _host(group: list[Stage], why: str, devices: dict[str, tuple[str, ...]], cluster: Cluster) -> PlannedHost:
+    anchors = [stage for stage in group if _is_anchor(stage)] or group
+    used = tuple(sorted({device for stage in anchors for device in devices[stage.name]}))
+    inline = cluster.single_process and used == ("cpu",)
+    restart = next((stage.restart for stage in anchors if stage.restart is not None), Restart())
+    name = max(anchors, key=lambda stage: stage.memory.total_bytes).name
+    return PlannedHost(
+        name="main" if inline else name,
+        stages=tuple(stage.name for stage in group),
+        devices=used,
+        budget_bytes=_weight(group),
+        process=not inline,
+        start_method="inline" if inline else "forkserver" if used == ("cpu",) else "spawn",
+        restart=restart,
+        reason=why,
+    )
+
+
+def _refuse_over_memory(hosts: tuple[PlannedHost, ...], cluster: Cluster) -> None:
+    need = sum(host.budget_bytes for host in hosts if host.devices == ("cpu",))
+    if cluster.memory_bytes and need > cluster.memory_bytes:
+        raise PlanError(
+            f"the CPU stages need {_gib(need)}, the machine has {_gib(cluster.memory_bytes)}; "
+            f"lower the budgets or choose a smaller profile"
+        )
+
+
+def _planned_edge(
+    number: int, edge: Edge, spec: GraphSpec, host_of: dict[str, PlannedHost], config: RuntimeConfig
+) -> PlannedEdge:
+    source = FRONT if edge.source == CLIENT else host_of[edge.source].name
+    target = FRONT if edge.target == CLIENT else host_of[edge.target].name
+    carried = _carried_type(edge, spec)
+    transport, reason = _transport(source, target, edge, host_of, carried)
+    bound = (edge.bound or config.stream_bound) if edge.kind == "stream" else 1
+    return PlannedEdge(
+        number, edge.kind, edge.source, edge.source_port, edge.target, edge.target_port, carried, bound, edge.loop,
+        source, target, transport, reason,
+    )  # fmt: skip
+
+
+def _carried_type(edge: Edge, spec: GraphSpec) -> object:
+    """What travels: the source's own type, so that the receiver rebuilds exactly that."""
+    name, port = (edge.target, edge.target_port) if edge.source == CLIENT else (edge.source, edge.source_port)
+    ports = spec.stage(name).ports
+    return next(p.type for p in (ports.inputs if edge.source == CLIENT else ports.outputs) if p.name == port)
+
+
+def _transport(
+    source: str, target: str, edge: Edge, host_of: dict[str, PlannedHost], carried: object
+) -> tuple[Transport, str]:
+    inline = [host.name for host in host_of.values() if not host.process]
+    if source == target:
+        return "local_object", f"both stages run in host {source}: the object itself is handed over"
+    if {source, target} <= {FRONT, *inline}:
+        return "local_object", "the stage runs in the runtime's own process: the object itself is handed over"
+    if edge.source == CLIENT or edge.target == CLIENT:
+        return "arrow_shm", "to and from the client's process: bytes in shared memory, one copy in, none out"
+    a, b = host_of[edge.source].devices, host_of[edge.target].devices
+    if a[0].startswith("gpu") and b[0].startswith("gpu") and _may_hold_tensor(carried):
+        if a == b:
+            return "cuda_ipc", f"two hosts on {a[0]}: device tensors are mapped, not copied"
+        return "nccl", f"device tensors from {a[0]} to {b[0]}: point to point over NVLink"
+    return "arrow_shm", f"hosts {source} and {target} share this node: one copy into shared memory, none out"
+
+
+def _may_hold_tensor(carried: object) -> bool:
+    return isinstance(carried, type) and any(
+        "Tensor" in str(hint) or "ndarray" in str(hint) for hint in carried.__dict__.get("__annotations__", {}).values()
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+__all__ = ["plan", "type_name"]

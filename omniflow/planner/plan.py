@@ -1,0 +1,146 @@
+"""A Plan is data: which host runs which stages on which devices, and how every edge travels, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from omniflow.graph import CLIENT, GraphSpec, Restart, Route, parse_bytes, reachable_outputs, route, type_name
+from omniflow.planner.cluster import Cluster
+
+Transport = Literal["local_object", "arrow_shm", "cuda_ipc", "nccl"]
+FRONT = "front"
+"""The host that the runtime itself is: where requests enter and leave."""
+
+
+class PlannedHost(msgspec.Struct, frozen=True):
+    """One OS process (`process`), or the runtime's own one. `reason` says why its stages are together."""
+
+    name: str
+    stages: tuple[str, ...]
+    devices: tuple[str, ...]
+    budget_bytes: int
+    process: bool
+    start_method: Literal["forkserver", "spawn", "inline"]
+    restart: Restart
+    reason: str
+
+
+class PlannedEdge(msgspec.Struct, frozen=True):
+    """One edge with its number on the wire. `bound` is its credits (a value edge carries one value)."""
+
+    id: int
+    kind: Literal["result", "stream", "fan-in"]
+    source: str
+    source_port: str
+    target: str
+    target_port: str
+    type: Any
+    bound: int
+    loop: int | None
+    source_host: str
+    target_host: str
+    transport: Transport
+    reason: str
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The whole plan. `graph` is the frozen graph that it places."""
+
+    graph: GraphSpec
+    cluster: Cluster
+    hosts: tuple[PlannedHost, ...]
+    edges: tuple[PlannedEdge, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the graph."""
+        return self.graph.name
+
+    @property
+    def inputs(self) -> dict[str, PlannedEdge]:
+        """Entry edges by the name of the input."""
+        return {edge.source_port: edge for edge in self.edges if edge.source == CLIENT}
+
+    @property
+    def outputs(self) -> dict[str, PlannedEdge]:
+        """Exit edges by the name of the output."""
+        return {edge.target_port: edge for edge in self.edges if edge.target == CLIENT}
+
+    def host_of(self, stage: str) -> str:
+        """The name of the host that runs `stage`."""
+        return next(host.name for host in self.hosts if stage in host.stages)
+
+    def outputs_of(self, entry: str) -> tuple[str, ...]:
+        """The outputs that a request entering at `entry` can ask for."""
+        return reachable_outputs(self.graph, entry)
+
+    def route(self, entry: str, outputs: tuple[str, ...]) -> Route:
+        """The part of the graph that such a request runs."""
+        return route(self.graph.all_edges, self.graph.absent, entry, outputs)
+
+    def to_json(self) -> bytes:
+        """The stable schema of `omniflow explain --json` (docs/explain.md)."""
+        return msgspec.json.encode(self.as_dict())
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as plain values, in the schema of `explain --json`."""
+        profile = self.graph.profile
+        return {
+            "schema": 1,
+            "graph": self.name,
+            "profile": profile.name if profile else None,
+            "cluster": {
+                "name": self.cluster.name,
+                "cpu_cores": self.cluster.cpu_cores,
+                "gpus": [msgspec.structs.asdict(gpu) for gpu in self.cluster.gpus],
+            },
+            "hosts": [
+                {
+                    "name": host.name,
+                    "stages": host.stages,
+                    "devices": host.devices,
+                    "budget_bytes": host.budget_bytes,
+                    "process": host.process,
+                    "start_method": host.start_method,
+                    "restart": host.restart.strategy,
+                    "reason": host.reason,
+                }
+                for host in self.hosts
+            ],
+            "stages": [
+                {
+                    "name": stage.name,
+                    "actor": f"{stage.actor.__module__}:{stage.actor.__qualname__}",
+                    "host": None if stage.name in self.graph.absent else self.host_of(stage.name),
+                    "device": stage.device,
+                    "tp": stage.tp,
+                    "memory_bytes": stage.memory.total_bytes,
+                    "kv_tokens": stage.memory.kv_tokens,
+                    "settings": {key: _plain(value) for key, value in stage.settings.items()},
+                    "absent": self.graph.absent.get(stage.name),
+                }
+                for stage in self.graph.stages
+            ],
+            "edges": [
+                {
+                    "id": edge.id,
+                    "kind": edge.kind,
+                    "source": f"{edge.source}.{edge.source_port}",
+                    "target": f"{edge.target}.{edge.target_port}",
+                    "type": type_name(edge.type),
+                    "transport": edge.transport,
+                    "bound": edge.bound,
+                    "reason": edge.reason,
+                }
+                for edge in self.edges
+            ],
+        }
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+__all__ = ["CLIENT", "FRONT", "Plan", "PlannedEdge", "PlannedHost", "Transport", "parse_bytes"]

@@ -1,0 +1,61 @@
+"""The child's side of a host process: from the first instruction after the fork to the last."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from functools import partial
+
+import anyio
+
+from omniflow.die_with_parent import die_with_parent
+from omniflow.host import Host, HostSpec
+from omniflow.messages import Beat
+from omniflow.planner.plan import FRONT
+from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory
+from omniflow.transport.base import Link
+
+EXIT_BROKEN = 3
+"""Exit code of a host whose stage failed in setup or broke for good."""
+
+
+def host_main(spec: HostSpec, connection: socket.socket, parent: int, log_level: int) -> None:
+    """Run one host until its runtime says so or is gone. Never returns: exits with 0 or EXIT_BROKEN."""
+    die_with_parent(parent or os.getppid())
+    # Ctrl-C goes to the whole process group; the runtime drains and then tells the hosts to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=log_level, format=f"%(levelname)s [{spec.name}] %(message)s", stream=sys.stderr)
+    broken = anyio.run(_serve, spec, connection)
+    # Libraries of actors may leave threads behind that would keep the interpreter alive.
+    sys.stderr.flush()
+    os._exit(EXIT_BROKEN if broken else 0)
+
+
+async def _serve(spec: HostSpec, connection: socket.socket) -> bool:
+    memory = SharedMemory(spec.shm_bytes)
+    host = Host(spec)
+    types = {edge.id: edge.type for edge in spec.edges}
+
+    def link_to(peer: str, descriptor: int) -> Link:
+        return ArrowShmLink(peer, host, socket.socket(fileno=descriptor), memory, types)
+
+    front = ArrowShmLink(FRONT, host, connection, memory, types)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(_beat, front, spec.beat_s))
+        await host.serve(front, link_to)
+        tasks.cancel_scope.cancel()
+    for link in list(memory.links):
+        link.close()
+    memory.close()
+    return host.broken
+
+
+async def _beat(front: Link, every_s: float) -> None:
+    """Say that the event loop turns; actors compute in threads, so a long step does not stop it."""
+    while True:
+        front.send(Beat())
+        await anyio.sleep(every_s)

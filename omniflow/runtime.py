@@ -1,0 +1,627 @@
+"""The runtime: admits requests, holds the one table of them, and ends each of them exactly once.
+
+    async with Runtime(plan) as runtime:
+        async with await runtime.submit("chat", chat, outputs={"text"}) as reply:
+            async for name, value in reply:
+                ...
+
+A request ends in one of: all its outputs have ended, a typed error, cancelled, deadline exceeded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Sequence
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import anyio
+import anyio.abc
+
+from omniflow.config import RuntimeConfig
+from omniflow.errors import (
+    CancelledError,
+    DeadlineError,
+    ErrorInfo,
+    InvalidInputError,
+    OverloadedError,
+    ProtocolError,
+    RequestError,
+    StageDiedError,
+    StartError,
+    UnavailableError,
+    UnsupportedError,
+    error_from_info,
+)
+from omniflow.graph import nearest, route
+from omniflow.host import Host, host_spec
+from omniflow.mailbox import Credits
+from omniflow.media import Options
+from omniflow.messages import (
+    READER_GONE,
+    Beat,
+    Cancel,
+    Closed,
+    Credit,
+    End,
+    Failure,
+    HostFailed,
+    HostReady,
+    Message,
+    Open,
+    Skip,
+    StageReady,
+    Waiting,
+)
+from omniflow.planner.plan import FRONT, Plan, PlannedEdge
+from omniflow.supervisor import Supervisor
+from omniflow.transport.arrow_shm import SharedMemory
+from omniflow.transport.base import Link
+from omniflow.transport.local_object import local_pair
+
+log = logging.getLogger("omniflow.runtime")
+
+State = Literal["starting", "ready", "draining", "failed", "stopped"]
+_QUIET_S = 0.1
+"""How long a deadline error waits to hear what was being waited for."""
+
+
+class Output(NamedTuple):
+    """One item of a named output."""
+
+    name: str
+    value: Any
+
+
+class StageStatus(NamedTuple):
+    """One stage as `/ready` shows it."""
+
+    name: str
+    host: str
+    state: str
+    restarts: int
+    in_flight: int
+
+
+class RuntimeStatus(NamedTuple):
+    """The runtime as `/health` and `/ready` show it."""
+
+    state: State
+    in_flight: int
+    queued: int
+    stages: tuple[StageStatus, ...]
+    reason: str | None
+
+
+class _Plan(NamedTuple):
+    """What one kind of request needs, worked out once."""
+
+    entry: PlannedEdge
+    exits: dict[int, PlannedEdge]
+    hosts: tuple[str, ...]
+
+
+class Reply(AsyncIterator[Output]):
+    """The answer to one request: iterate over its outputs; leave `async with` early to cancel it."""
+
+    def __init__(self, runtime: Runtime, number: int, request_id: str, plan: _Plan, deadline_s: float) -> None:
+        self.request_id = request_id
+        self.number = number
+        self.deadline_s = deadline_s
+        self.plan = plan
+        self.open_hosts: set[str] = set(plan.hosts)
+        self.credits = Credits(plan.entry.bound)
+        self.error: RequestError | None = None
+        self.ended = False
+        self.expired = False
+        self.expiry: asyncio.TimerHandle | None = None
+        self._runtime = runtime
+        self._open_exits = set(plan.exits)
+        self._received = dict.fromkeys(plan.exits, 0)
+        self._taken = dict.fromkeys(plan.exits, 0)
+        self._items: deque[tuple[int, Any]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self.unfinished: list[Waiting] = []
+
+    # -- the runtime's side ----------------------------------------------------------------------------------------
+
+    def put(self, edge: int, seq: int, value: object) -> None:
+        """An item of an output arrived."""
+        if self.ended:
+            return
+        exit = self.plan.exits[edge]
+        if seq != self._received[edge]:
+            raise ProtocolError(f"output {exit.target_port!r}: item {seq} where {self._received[edge]} was due")
+        self._received[edge] += 1
+        self._items.append((edge, value))
+        self._wake()
+        if exit.kind != "stream":
+            self.end_exit(edge)
+
+    def end_exit(self, edge: int) -> None:
+        """An output has ended; the request has, once all have."""
+        self._open_exits.discard(edge)
+        if not self._open_exits:
+            self.end(None)
+
+    def end(self, error: RequestError | None) -> bool:
+        """End the request, once. False if it had ended before."""
+        if self.ended:
+            return False
+        self.ended = True
+        if error is not None:
+            error.request_id = self.request_id
+            self.error = error
+            self._items.clear()
+        self._wake()
+        return True
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # -- the caller's side -----------------------------------------------------------------------------------------
+
+    async def __anext__(self) -> Output:
+        while not self._items:
+            if self.error is not None:
+                raise self.error
+            if self.ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        edge, value = self._items.popleft()
+        exit = self.plan.exits[edge]
+        if exit.kind == "stream":
+            self._taken[edge] += 1
+            if self._taken[edge] * 2 >= exit.bound:
+                self._runtime.give_credit(exit, self.number, self._taken[edge])
+                self._taken[edge] = 0
+        return Output(exit.target_port, value)
+
+    async def collect(self) -> dict[str, Any]:
+        """All outputs: a list for a stream, the value (or None where it was skipped) for a result."""
+        exits = self.plan.exits.values()
+        found: dict[str, Any] = {exit.target_port: [] if exit.kind == "stream" else None for exit in exits}
+        kinds = {exit.target_port: exit.kind for exit in exits}
+        async with self:
+            async for name, value in self:
+                if kinds[name] == "stream":
+                    found[name].append(value)
+                else:
+                    found[name] = value
+        return found
+
+    async def cancel(self) -> None:
+        """Cancel the request in every stage; does nothing once it has ended."""
+        self._runtime.end_request(self, CancelledError("the request was cancelled"))
+
+    async def __aenter__(self) -> Reply:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._runtime.end_request(self, CancelledError("the caller left before the end"))
+
+
+class Runtime:
+    """Runs a plan. Use it as an async context manager: entering starts the hosts, leaving stops them."""
+
+    def __init__(self, plan: Plan, config: RuntimeConfig | None = None) -> None:
+        self.plan = plan
+        self.config = config or RuntimeConfig()
+        self.state: State = "starting"
+        self.stage_seconds: dict[str, float] = {}
+        self._failure: StartError | None = None
+        self._numbers = itertools.count(1)
+        self._requests: dict[int, Reply] = {}
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._places_taken = 0
+        self._plans: dict[tuple[str, tuple[str, ...]], _Plan] = {}
+        self._edges = {edge.id: edge for edge in plan.edges}
+        self._memory = SharedMemory(self.config.shm_bytes)
+        self._supervisor = Supervisor(plan, self.config, self, self, self._memory)
+        self._inline: dict[str, tuple[Host, Link]] = {}
+        self._up: set[str] = set()
+        self._changed = anyio.Event()
+        self._tasks: anyio.abc.TaskGroup | None = None
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Runtime:
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        try:
+            self._start_inline()
+            await self._supervisor.start(self._tasks)
+            with anyio.move_on_after(self.config.start_timeout_s) as scope:
+                await self._started()
+            if scope.cancelled_caught:
+                waiting = sorted({host.name for host in self.plan.hosts} - self._up)
+                raise StartError(f"not ready after {self.config.start_timeout_s:.0f} s: {', '.join(waiting)}")
+            self.state = "ready"
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                await self._stop()
+            self._tasks.cancel_scope.cancel()
+            await self._tasks.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._stop()
+        if self._tasks is not None:
+            self._tasks.cancel_scope.cancel()
+            await self._tasks.__aexit__(None, None, None)
+
+    def _start_inline(self) -> None:
+        """Hosts in this process: the same `Host`, behind a LOCAL_OBJECT link."""
+        for planned in self.plan.hosts:
+            if planned.process or self._tasks is None:
+                continue
+            spec = host_spec(self.plan, planned.name, shm_bytes=self.config.shm_bytes, beat_s=self.config.hang_s)
+            host = Host(spec)
+            ours, theirs = local_pair(FRONT, planned.name, self, host)
+            self._inline[planned.name] = (host, ours)
+            self._tasks.start_soon(host.serve, theirs)
+
+    async def _started(self) -> None:
+        while len(self._up) < len(self.plan.hosts):
+            if self._failure is not None:
+                raise self._failure
+            await self._wait_change()
+
+    async def drain(self) -> None:
+        """Refuse new requests, wait for the running ones (at most `drain_s`)."""
+        self.state = "draining"
+        self._refuse_queued()
+        with anyio.move_on_after(self.config.drain_s):
+            while self._requests:
+                await self._wait_change()
+
+    async def wait_failed(self) -> StartError:
+        """Returns once the graph has failed for good, with the reason."""
+        while self._failure is None:
+            await self._wait_change()
+        return self._failure
+
+    async def _stop(self) -> None:
+        self.state = "stopped" if self.state != "failed" else "failed"
+        self._refuse_queued()
+        for reply in list(self._requests.values()):
+            self.end_request(reply, UnavailableError("the runtime is stopping"))
+        for host, _ in self._inline.values():
+            host.stopped.set()
+        await self._supervisor.stop()
+        for link in list(self._memory.links):
+            link.close()
+        self._memory.close()
+        self._requests.clear()
+
+    def _refuse_queued(self) -> None:
+        for waiter in self._queue:
+            if not waiter.done():
+                waiter.set_exception(UnavailableError(f"the runtime is {self.state}", retry_after_s=5.0))
+        self._queue.clear()
+
+    async def _wait_change(self) -> None:
+        await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        entry: str,
+        value: object,
+        *,
+        outputs: Collection[str] | None = None,
+        options: Options | None = None,
+        deadline_s: float | None = None,
+        request_id: str | None = None,
+    ) -> Reply:
+        """Start a request at input `entry`; `value` is of its port's type, or a list of items for a stream port.
+
+        Waits for a place, and for a stage that is restarting. Raises InvalidInputError, UnsupportedError,
+        OverloadedError or UnavailableError before anything of it runs.
+        """
+        plan = self._plan_for(entry, outputs)
+        await self._admit(plan)
+        number = next(self._numbers)
+        deadline = deadline_s or self.config.deadline_s
+        reply = Reply(self, number, request_id or uuid.uuid4().hex, plan, deadline)
+        self._requests[number] = reply
+        reply.expiry = asyncio.get_running_loop().call_later(deadline, self._expire, reply)
+        names = tuple(exit.target_port for exit in plan.exits.values())
+        opening = Open(number, reply.request_id, entry, names, options or Options(), deadline)
+        # The host of the entry comes last: whatever it sends on finds the request open everywhere else.
+        for host in plan.hosts:
+            self._send(host, opening)
+        await self._enter(reply, value)
+        return reply
+
+    async def _enter(self, reply: Reply, value: object) -> None:
+        edge = reply.plan.entry
+        if edge.kind != "stream":
+            await self._send_item(edge, reply.number, 0, value)
+            return
+        items = list(value) if isinstance(value, (list, tuple)) else [value]
+        if len(items) <= edge.bound:
+            await self._enter_items(reply, items)
+        elif self._tasks is not None:
+            self._tasks.start_soon(self._enter_items, reply, items)
+
+    async def _enter_items(self, reply: Reply, items: Sequence[object]) -> None:
+        edge = reply.plan.entry
+        for item in items:
+            seq = await reply.credits.take()
+            if seq < 0 or reply.ended:
+                return
+            await self._send_item(edge, reply.number, seq, item)
+        self._send(edge.target_host, End(edge.id, reply.number, reply.credits.seq))
+
+    def _plan_for(self, entry: str, outputs: Collection[str] | None) -> _Plan:
+        inputs = self.plan.inputs
+        if entry not in inputs:
+            raise InvalidInputError(f"graph {self.plan.name!r} has no input {entry!r}{nearest(entry, inputs)}")
+        possible = self.plan.outputs_of(entry)
+        wanted = tuple(sorted(possible if outputs is None else outputs))
+        found = self._plans.get((entry, wanted))
+        if found is not None:
+            return found
+        if not wanted:
+            raise InvalidInputError("a request must ask for at least one output")
+        for name in wanted:
+            if name not in possible:
+                reason = self._absence(name) or f"input {entry!r} cannot give output {name!r}{nearest(name, possible)}"
+                raise UnsupportedError(reason)
+        self._plans[entry, wanted] = found = self._work_out(entry, wanted)
+        return found
+
+    def _absence(self, output: str) -> str | None:
+        """Why a declared output is missing, where its stage is absent in this profile."""
+        spec = self.plan.graph
+        stages = [edge.source for edge in spec.outputs if edge.target_port == output]
+        return next((spec.absent[stage] for stage in stages if stage in spec.absent), None)
+
+    def _work_out(self, entry: str, wanted: tuple[str, ...]) -> _Plan:
+        part = route(self.plan.graph.all_edges, self.plan.graph.absent, entry, wanted)
+        start = self.plan.inputs[entry]
+        exits = {edge.id: edge for name, edge in self.plan.outputs.items() if name in wanted}
+        hosts = [host.name for host in self.plan.hosts if any(stage in part.stages for stage in host.stages)]
+        hosts.sort(key=lambda host: host == start.target_host)
+        return _Plan(start, exits, tuple(hosts))
+
+    async def _admit(self, plan: _Plan) -> None:
+        """Take a place among the running requests; first come, first served, and at most `max_queued` wait."""
+        self._refuse_if_not_serving()
+        if self._places_taken < self.config.max_in_flight:
+            self._places_taken += 1
+        else:
+            await self._queue_for_place()
+        try:
+            await self._wait_for_hosts(plan)
+        except BaseException:
+            self._free_place()
+            raise
+
+    async def _queue_for_place(self) -> None:
+        if len(self._queue) >= self.config.max_queued:
+            raise OverloadedError(
+                f"{self._places_taken} requests run and {len(self._queue)} wait; try again later", retry_after_s=1.0
+            )
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.cancelled():
+                self._queue.remove(waiter)
+            else:
+                self._free_place()
+            raise
+
+    async def _wait_for_hosts(self, plan: _Plan) -> None:
+        with anyio.move_on_after(self.config.restart_wait_s):
+            while not self._up.issuperset(plan.hosts):
+                self._refuse_if_not_serving()
+                await self._wait_change()
+        missing = [host for host in plan.hosts if host not in self._up]
+        if missing:
+            raise UnavailableError("it is restarting", stage=missing[0], retry_after_s=2.0)
+        self._refuse_if_not_serving()
+
+    def _free_place(self) -> None:
+        """Hand the place to whoever has waited longest."""
+        while self._queue:
+            waiter = self._queue.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._places_taken -= 1
+
+    def _refuse_if_not_serving(self) -> None:
+        if self._failure is not None:
+            raise UnavailableError(f"the graph has failed: {self._failure}", stage=self._failure.stage)
+        if self.state != "ready":
+            raise UnavailableError(f"the runtime is {self.state}", retry_after_s=5.0)
+
+    def give_credit(self, exit: PlannedEdge, request: int, count: int) -> None:
+        """The caller has taken items of an output."""
+        if request in self._requests:
+            self._send(exit.source_host, Credit(exit.id, request, count))
+
+    def end_request(self, reply: Reply, error: RequestError) -> None:
+        """End a request early, in every host that it touched; does nothing once it has ended."""
+        if reply.end(error):
+            self._cancel_hosts(reply)
+            self._forget_if_done(reply)
+
+    def _cancel_hosts(self, reply: Reply) -> None:
+        for host in list(reply.open_hosts):
+            self._send(host, Cancel(reply.number))
+        reply.credits.give(READER_GONE)
+
+    def _expire(self, reply: Reply) -> None:
+        """The deadline has passed: stop everything, hear what was being waited for, then end the request."""
+        reply.expired = True
+        self._cancel_hosts(reply)
+        if not reply.ended:
+            asyncio.get_running_loop().call_later(_QUIET_S, self._end_expired, reply)
+
+    def _end_expired(self, reply: Reply) -> None:
+        if reply.end(self._deadline_error(reply)):
+            self._forget_if_done(reply)
+
+    def _deadline_error(self, reply: Reply) -> DeadlineError:
+        order = [stage.name for stage in self.plan.graph.stages]
+        unfinished = sorted(reply.unfinished, key=lambda waiting: order.index(waiting.stage))
+        running = [waiting.stage for waiting in unfinished if waiting.port is None]
+        text = f"the deadline of {reply.deadline_s:g} s passed"
+        if running:
+            return DeadlineError(f"{text} while stage {running[0]!r} was running", stage=running[0])
+        for waiting in unfinished:
+            sources = [e.source for e in self.plan.edges if (e.target, e.target_port) == (waiting.stage, waiting.port)]
+            return DeadlineError(
+                f"{text} while port {waiting.port!r} waited for {', '.join(sources) or 'its source'}",
+                stage=waiting.stage,
+            )
+        silent = ", ".join(sorted(reply.open_hosts)) or "the caller took no output"
+        return DeadlineError(f"{text}; waited for: {silent}")
+
+    def _forget_if_done(self, reply: Reply) -> None:
+        if reply.ended and not reply.open_hosts and reply.number in self._requests:
+            del self._requests[reply.number]
+            if reply.expiry is not None:
+                reply.expiry.cancel()
+            self._free_place()
+            self._notify()
+
+    # -- what hosts say --------------------------------------------------------------------------------------------
+
+    def on_item(self, link: Link, edge: int, request: int, seq: int, value: object) -> None:
+        reply = self._requests.get(request)
+        if reply is None:
+            return
+        try:
+            reply.put(edge, seq, value)
+        except ProtocolError as error:
+            self.end_request(reply, error)
+        self._forget_if_done(reply)
+
+    def on_bad_item(self, link: Link, edge: int, request: int, error: ErrorInfo) -> None:
+        reply = self._requests.get(request)
+        if reply is not None:
+            self.end_request(reply, ProtocolError(error.message, stage=self._edges[edge].source))
+
+    def on_message(self, link: Link, message: Message, descriptors: Sequence[int]) -> None:
+        match message:
+            case StageReady() | HostReady() | HostFailed() | Beat():
+                self._heard(link.peer, message)
+            case End() | Skip() | Credit() | Failure() | Closed():
+                reply = self._requests.get(message.request)
+                if reply is not None:
+                    self._heard_of_request(link.peer, reply, message)
+            case _:
+                raise ProtocolError(f"the runtime cannot take a {type(message).__name__}")
+
+    def _heard_of_request(self, host: str, reply: Reply, message: End | Skip | Credit | Failure | Closed) -> None:
+        match message:
+            case End() | Skip():
+                reply.end_exit(message.edge)
+            case Credit():
+                reply.credits.give(message.count)
+            case Failure():
+                self.end_request(reply, error_from_info(message.error))
+            case Closed():
+                reply.open_hosts.discard(host)
+                reply.unfinished += message.unfinished
+                if reply.expired and not reply.open_hosts:
+                    self._end_expired(reply)
+        self._forget_if_done(reply)
+
+    def on_closed(self, link: Link) -> None:
+        """A host's socket ended; its pidfd tells the supervisor, which tells us."""
+
+    def _heard(self, host: str, message: Message) -> None:
+        if host not in self._inline:
+            self._supervisor.heard(host, message)
+            return
+        match message:
+            case StageReady():
+                self.on_stage_ready(message.stage, message.seconds)
+            case HostReady():
+                self.on_ready(host)
+            case HostFailed():
+                self.on_down(host, message.message)
+                self.on_failed(host, StartError(message.message, stage=message.stage, detail=message.detail))
+
+    # -- what the supervisor says ----------------------------------------------------------------------------------
+
+    def on_stage_ready(self, stage: str, seconds: float) -> None:
+        self.stage_seconds[stage] = seconds
+        self._notify()
+
+    def on_ready(self, host: str) -> None:
+        self._up.add(host)
+        self._notify()
+
+    def on_down(self, host: str, reason: str) -> None:
+        self._up.discard(host)
+        for reply in list(self._requests.values()):
+            if host in reply.open_hosts:
+                reply.open_hosts.discard(host)
+                stage = next(h.stages[0] for h in self.plan.hosts if h.name == host)
+                self.end_request(
+                    reply, StageDiedError(f"its process died ({reason}); it is being restarted", stage=stage)
+                )
+                self._forget_if_done(reply)
+        self._notify()
+
+    def on_failed(self, host: str, error: StartError) -> None:
+        self._failure = error
+        self.state = "failed"
+        self._refuse_queued()
+        self._notify()
+
+    # -- status ----------------------------------------------------------------------------------------------------
+
+    def status(self) -> RuntimeStatus:
+        """What runs now."""
+        stages = []
+        for host in self.plan.hosts:
+            in_flight = sum(host.name in reply.open_hosts for reply in self._requests.values())
+            child = self._supervisor.children.get(host.name)
+            state = child.state if child else "ready" if host.name in self._up else "starting"
+            restarts = child.restarts if child else 0
+            stages += [StageStatus(stage, host.name, state, restarts, in_flight) for stage in host.stages]
+        reason = str(self._failure) if self._failure else None
+        return RuntimeStatus(self.state, len(self._requests), len(self._queue), tuple(stages), reason)
+
+    def _link(self, host: str) -> Link | None:
+        """The link to a host; None while it is down, when whatever would be sent is moot."""
+        if host in self._inline:
+            return self._inline[host][1]
+        return self._supervisor.children[host].link
+
+    def _send(self, host: str, message: Message) -> None:
+        link = self._link(host)
+        if link is not None:
+            link.send(message)
+
+    async def _send_item(self, edge: PlannedEdge, request: int, seq: int, value: object) -> None:
+        link = self._link(edge.target_host)
+        pending = link.send_item(edge.id, request, seq, value) if link is not None else None
+        if pending is not None:
+            await pending

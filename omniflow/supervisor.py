@@ -1,0 +1,298 @@
+"""Starts host processes, sees them die or hang, restarts them by their strategy, and wires their sockets.
+
+Death is seen through a pidfd in the event loop (1-2 ms, no polling); a hang through a missing heartbeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import multiprocess
+import multiprocess.forkserver
+
+from omniflow.config import RuntimeConfig
+from omniflow.errors import StartError
+from omniflow.host import host_spec
+from omniflow.messages import Beat, Connect, HostFailed, HostReady, Message, Shutdown, StageReady
+from omniflow.planner.plan import FRONT, Plan, PlannedHost
+from omniflow.process import host_main
+from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
+from omniflow.transport.base import Link, Receiver
+
+log = logging.getLogger("omniflow.supervisor")
+
+HostState = Literal["starting", "ready", "down", "failed", "stopped"]
+_KILL_AFTER_S = 5.0
+"""What a host gets to close its actors before it is killed."""
+
+
+class SupervisorEvents(Protocol):
+    """What the runtime is told; `on_down` comes before anything is restarted."""
+
+    def on_stage_ready(self, stage: str, seconds: float) -> None:
+        """A stage's setup has returned."""
+
+    def on_ready(self, host: str) -> None:
+        """All stages of a host are ready."""
+
+    def on_down(self, host: str, reason: str) -> None:
+        """A host has died; what it ran is lost."""
+
+    def on_failed(self, host: str, error: StartError) -> None:
+        """A host is given up: it cannot start, or has died too often, or its strategy is to stop."""
+
+
+class Child:
+    """One supervised host process through all its restarts."""
+
+    def __init__(self, host: PlannedHost) -> None:
+        self.host = host
+        self.state: HostState = "starting"
+        self.link: Link | None = None
+        self.process: Any = None
+        self.pidfd: int | None = None
+        self.restarts = 0
+        self.deaths: deque[float] = deque()
+        self.last_beat = 0.0
+        self.failure: HostFailed | None = None
+        self.swept = False
+        """Killed because another host's strategy restarts it too; that is no death of its own."""
+        self.gone = anyio.Event()
+
+
+class Supervisor:
+    """Owns the host processes of a plan. `run` is its task; everything else is called in the event loop."""
+
+    def __init__(
+        self, plan: Plan, config: RuntimeConfig, receiver: Receiver, events: SupervisorEvents, memory: SharedMemory
+    ) -> None:
+        self._plan = plan
+        self._config = config
+        self._receiver = receiver
+        self._events = events
+        self._memory = memory
+        self._types = {edge.id: edge.type for edge in plan.edges if edge.target_host == FRONT}
+        self.children = {host.name: Child(host) for host in plan.hosts if host.process}
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._stopping = False
+
+    # -- start -----------------------------------------------------------------------------------------------------
+
+    async def start(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Start all hosts, in parallel; they report by `SupervisorEvents`."""
+        self._tasks = tasks
+        if any(child.host.start_method == "forkserver" for child in self.children.values()):
+            _start_forkserver(self._preload())
+        for child in self.children.values():
+            tasks.start_soon(self._launch, child, 0.0)
+        if self.children:
+            tasks.start_soon(self._watch_beats)
+
+    def _preload(self) -> list[str]:
+        """Modules that the fork server imports once, so that a host starts (and restarts) in 20 ms, not seconds."""
+        hosts = [child.host for child in self.children.values() if child.host.start_method == "forkserver"]
+        stages = [self._plan.graph.stage(name) for host in hosts for name in host.stages]
+        modules = sorted({stage.actor.__module__ for stage in stages} - {"__main__"})
+        return ["omniflow.forkserver_start", "omniflow.process", *(m for m in modules if _importable(m))]
+
+    async def _launch(self, child: Child, delay_s: float) -> None:
+        if delay_s:
+            await anyio.sleep(delay_s)
+        if self._stopping:
+            return
+        spec = host_spec(self._plan, child.host.name, shm_bytes=self._config.shm_bytes, beat_s=self._config.hang_s / 10)
+        ours, theirs = socket_pair()
+        context = multiprocess.get_context(child.host.start_method)
+        parent = os.getpid() if child.host.start_method == "spawn" else 0
+        process = context.Process(
+            target=host_main, args=(spec, theirs, parent, log.getEffectiveLevel()), name=child.host.name, daemon=True
+        )
+        if child.host.start_method == "forkserver":
+            # Waits until the fork server has imported its modules; it was started by this thread, not by the worker.
+            await anyio.to_thread.run_sync(process.start)
+        else:
+            process.start()
+        theirs.close()
+        child.process, child.failure, child.state, child.gone = process, None, "starting", anyio.Event()
+        child.last_beat = time.monotonic()
+        child.link = ArrowShmLink(child.host.name, self._receiver, ours, self._memory, self._types)
+        child.pidfd = _watch_pid(process.pid, lambda: self._on_exit(child))
+        if self._stopping:
+            self._kill(child)
+        self._connect_peers(child)
+
+    def _connect_peers(self, child: Child) -> None:
+        """Give the new process a fresh socket to each running host that it shares an edge with."""
+        name = child.host.name
+        for other in self.children.values():
+            if (
+                other is child
+                or other.link is None
+                or child.link is None
+                or not self._share_edge(name, other.host.name)
+            ):
+                continue
+            a, b = socket_pair()
+            child.link.send(Connect(other.host.name), (a.detach(),))
+            other.link.send(Connect(name), (b.detach(),))
+
+    def _share_edge(self, a: str, b: str) -> bool:
+        return any({edge.source_host, edge.target_host} == {a, b} for edge in self._plan.edges)
+
+    # -- what hosts say --------------------------------------------------------------------------------------------
+
+    def heard(self, host: str, message: Message) -> None:
+        """A supervision message arrived from a host."""
+        child = self.children[host]
+        match message:
+            case Beat():
+                child.last_beat = time.monotonic()
+            case StageReady():
+                self._events.on_stage_ready(message.stage, message.seconds)
+            case HostReady():
+                child.state = "ready"
+                self._events.on_ready(host)
+            case HostFailed():
+                child.failure = message
+
+    async def _watch_beats(self) -> None:
+        while not self._stopping:
+            await anyio.sleep(self._config.hang_s / 10)
+            for child in self.children.values():
+                silent = time.monotonic() - child.last_beat
+                if child.state == "ready" and silent > self._config.hang_s:
+                    log.error("host %s has been silent for %.1f s: killed", child.host.name, silent)
+                    self._kill(child)
+
+    # -- death -----------------------------------------------------------------------------------------------------
+
+    def _on_exit(self, child: Child) -> None:
+        assert child.pidfd is not None
+        _unwatch_pid(child.pidfd)
+        child.pidfd = None
+        child.process.join(0.1)
+        if child.link is not None:
+            child.link.poll()
+            child.link.close()
+            child.link = None
+        was, child.state = child.state, "down"
+        reason = _why(child)
+        child.gone.set()
+        if self._stopping:
+            child.state = "stopped"
+            return
+        log.warning("host %s died: %s", child.host.name, reason)
+        self._events.on_down(child.host.name, reason)
+        self._decide(child, was, reason)
+
+    def _decide(self, child: Child, was: HostState, reason: str) -> None:
+        restart = child.host.restart
+        if child.swept:
+            child.swept = False
+            self._relaunch(child, restart.backoff_s)
+            return
+        now = time.monotonic()
+        child.deaths.append(now)
+        while child.deaths and child.deaths[0] < now - restart.within_s:
+            child.deaths.popleft()
+        first_start = was == "starting" and child.restarts == 0
+        if restart.strategy == "stop" or first_start or len(child.deaths) > restart.max_restarts:
+            child.state = "failed"
+            self._events.on_failed(child.host.name, self._given_up(child, first_start, reason))
+            return
+        for other in self._affected(child):
+            other.swept = True
+            self._kill(other)
+        # Back-off doubles with each death in the window, so a host that cannot live does not burn the machine.
+        self._relaunch(child, restart.backoff_s * 2 ** (len(child.deaths) - 1))
+
+    def _relaunch(self, child: Child, delay_s: float) -> None:
+        child.restarts += 1
+        child.state = "starting"
+        if self._tasks is not None:
+            self._tasks.start_soon(self._launch, child, delay_s)
+
+    def _affected(self, child: Child) -> list[Child]:
+        """The other hosts that the strategy restarts as well: the later ones (in data flow), or all."""
+        order = list(self.children.values())
+        strategy = child.host.restart.strategy
+        chosen = (
+            order if strategy == "one_for_all" else order[order.index(child) :] if strategy == "rest_for_one" else []
+        )
+        return [other for other in chosen if other is not child and other.state in ("starting", "ready")]
+
+    def _given_up(self, child: Child, first_start: bool, reason: str) -> StartError:
+        stage = child.failure.stage if child.failure else child.host.name
+        detail = child.failure.detail if child.failure else ""
+        if first_start:
+            return StartError(f"failed to start: {reason}", stage=stage, detail=detail)
+        if child.host.restart.strategy == "stop":
+            return StartError(f"died ({reason}), and its restart strategy is to stop", stage=stage, detail=detail)
+        often = f"{len(child.deaths)} times within {child.host.restart.within_s:.0f} s"
+        return StartError(f"died {often}, the last time: {reason}", stage=stage, detail=detail)
+
+    def _kill(self, child: Child) -> None:
+        if child.pidfd is not None:
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+
+    # -- stop ------------------------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """Tell all hosts to end; kill what has not after a few seconds. Returns when every process is gone."""
+        self._stopping = True
+        running = [child for child in self.children.values() if child.pidfd is not None]
+        for child in running:
+            if child.link is not None:
+                child.link.send(Shutdown())
+        with anyio.move_on_after(_KILL_AFTER_S):
+            for child in running:
+                await child.gone.wait()
+        for child in running:
+            self._kill(child)
+        for child in running:
+            await child.gone.wait()
+
+
+def _why(child: Child) -> str:
+    if child.failure is not None:
+        return child.failure.message
+    code = child.process.exitcode
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}" if code is not None else "its process is gone"
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _start_forkserver(preload: list[str]) -> None:
+    """Start the fork server from this thread: it dies with the thread that started it (see die_with_parent)."""
+    server = multiprocess.forkserver
+    server.set_forkserver_preload(preload)
+    server.ensure_running()
+
+
+def _watch_pid(pid: int, on_exit: Callable[[], None]) -> int:
+    descriptor = os.pidfd_open(pid)
+    asyncio.get_running_loop().add_reader(descriptor, on_exit)
+    return descriptor
+
+
+def _unwatch_pid(descriptor: int) -> None:
+    asyncio.get_running_loop().remove_reader(descriptor)
+    os.close(descriptor)

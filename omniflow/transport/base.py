@@ -1,0 +1,69 @@
+"""What a transport is: a `Link` between two hosts that carries messages in order and values by its own means."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Sequence
+from typing import NamedTuple, Protocol
+
+from omniflow.errors import ErrorInfo
+from omniflow.messages import Message
+
+
+class Receiver(Protocol):
+    """Who a link delivers to. Called in the event loop, in the order in which the peer sent; must not block."""
+
+    def on_item(self, link: Link, edge: int, request: int, seq: int, value: object) -> None:
+        """A value arrived on an edge; buffers in it are read-only and stay valid as long as anybody holds them."""
+
+    def on_bad_item(self, link: Link, edge: int, request: int, error: ErrorInfo) -> None:
+        """A value arrived that is not of its edge's type."""
+
+    def on_message(self, link: Link, message: Message, descriptors: Sequence[int]) -> None:
+        """Anything else arrived; the receiver owns `descriptors`."""
+
+    def on_closed(self, link: Link) -> None:
+        """The peer is gone; nothing follows."""
+
+
+class LinkStatistics(NamedTuple):
+    """What went over a link so far, and what it holds now."""
+
+    sent: int
+    received: int
+    backlog: int
+    """Messages that the peer has not taken off the socket's buffer yet."""
+    blocks_held: int
+    """Blocks of our memory that the peer still has views of."""
+
+
+class Link(ABC):
+    """One end of the connection between two hosts.
+
+    Order: what is sent by `send` and `send_item` arrives in that order, whole, once, or not at all where the peer dies.
+    """
+
+    peer: str
+
+    @abstractmethod
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a control message; never waits. Sending on a closed link does nothing: `on_closed` has told so."""
+
+    @abstractmethod
+    def send_item(self, edge: int, request: int, seq: int, value: object) -> Awaitable[None] | None:
+        """Send a value. None: it is under way. Otherwise the caller awaits room in the transport.
+
+        Raises ProtocolError where `value` cannot travel (its type has no wire form, it is larger than the memory).
+        """
+
+    @abstractmethod
+    def poll(self) -> None:
+        """Deliver what has arrived already, now, instead of in the loop's next turn."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close this end; the peer sees `on_closed`. Our views of the peer's memory stay valid."""
+
+    @abstractmethod
+    def statistics(self) -> LinkStatistics:
+        """Counts for metrics and tests."""

@@ -1,0 +1,133 @@
+"""Values to bytes and back: msgpack for the Struct, Arrow layout for its buffers.
+
+The msgpack form holds, for every numpy array, torch tensor and Arrow record batch, only (kind, dtype, shape, offset);
+the buffers lie in one region, each 64-byte aligned as Arrow lays them out, so the receiver's numpy, torch (DLPack)
+and pyarrow views are zero-copy. Alignment alone is worth 12x in copy speed on machines with slow `rep movsb`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from omniflow.errors import ProtocolError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import torch
+
+Region = npt.NDArray[np.uint8]
+ALIGNMENT = 64
+_NUMPY, _TORCH, _BATCH = 0, 1, 2
+
+
+class Encoded(NamedTuple):
+    """A value ready to travel: `body`, and the buffers with their offsets in a region of `size` bytes."""
+
+    body: bytes
+    parts: list[tuple[int, Region]]
+    size: int
+
+
+class _Encoding:
+    """The buffers of the one value that is being encoded."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[int, Region]] = []
+        self.size = 0
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._place)
+
+    def run(self, value: object) -> Encoded:
+        body = self._encoder.encode(value)
+        return Encoded(body, self.parts, self.size)
+
+    def _place(self, value: Any) -> tuple[int, str, tuple[int, ...], int]:
+        if isinstance(value, np.ndarray):
+            if value.dtype.hasobject or value.dtype.names:
+                raise ProtocolError(f"an array of dtype {value.dtype} cannot travel; use numbers")
+            flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            return _NUMPY, value.dtype.str, value.shape, self._add(flat)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            return _TORCH, str(value.dtype).removeprefix("torch."), tuple(value.shape), self._add(flat)
+        arrow = sys.modules.get("pyarrow")
+        if arrow is not None and isinstance(value, arrow.RecordBatch):
+            sink = arrow.BufferOutputStream()
+            with arrow.ipc.new_stream(sink, value.schema) as writer:
+                writer.write_batch(value)
+            flat = np.frombuffer(sink.getvalue(), np.uint8)
+            return _BATCH, "", (flat.nbytes,), self._add(flat)
+        raise ProtocolError(f"a value of type {type(value).__name__} cannot travel between processes")
+
+    def _add(self, flat: Region) -> int:
+        offset = self.size
+        self.parts.append((offset, flat))
+        self.size = offset + -(-flat.nbytes // ALIGNMENT) * ALIGNMENT
+        return offset
+
+
+def encode(value: object) -> Encoded:
+    """Encode one value. Raises ProtocolError where a part of it has no wire form. Buffers are not copied yet."""
+    try:
+        return _Encoding().run(value)
+    except (TypeError, OverflowError) as error:
+        raise ProtocolError(f"{type(value).__name__} cannot travel between processes: {error}") from None
+
+
+class Decoder:
+    """Rebuilds values of one type; buffers become read-only views of the region they lie in."""
+
+    def __init__(self, hint: Any) -> None:
+        self._region: Region | None = None
+        self._decoder = msgspec.msgpack.Decoder(hint, dec_hook=self._rebuild)
+
+    def decode(self, body: bytes | memoryview, region: Region | None) -> Any:
+        """The value. Raises msgspec.ValidationError where `body` is not of the type."""
+        self._region = region
+        try:
+            return self._decoder.decode(body)
+        finally:
+            self._region = None
+
+    def _rebuild(self, hint: type, wire: list[Any]) -> Any:
+        kind, dtype, shape, offset = wire
+        region = self._region if self._region is not None else np.empty(0, np.uint8)
+        if kind == _NUMPY:
+            itemtype = np.dtype(dtype)
+            end = offset + itemtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            return region[offset:end].view(itemtype).reshape(shape)
+        if kind == _TORCH:
+            return _tensor(region[offset:], dtype, shape)
+        return _record_batch(region[offset : offset + shape[0]])
+
+
+@functools.cache
+def decoder_for(hint: Any) -> Decoder:
+    """The decoder of a type, made once. Raises TypeError where the type cannot be decoded."""
+    return Decoder(hint)
+
+
+def _tensor(region: Region, dtype: str, shape: list[int]) -> torch.Tensor:
+    import torch
+
+    # torch warns that it has no read-only tensors; by contract nobody writes to what came over an edge.
+    kind: torch.dtype = torch.__dict__[dtype]
+    size = kind.itemsize * int(np.prod(shape, dtype=np.int64))
+    if size == 0:
+        return torch.empty(shape, dtype=kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(region[:size]).view(kind).reshape(shape)
+
+
+def _record_batch(region: Region) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    return pa.ipc.open_stream(pa.py_buffer(region)).read_next_batch()
