@@ -14,21 +14,19 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections import deque
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import anyio
 import anyio.abc
 
+from omniflow.admission import Admission
 from omniflow.config import RuntimeConfig
 from omniflow.errors import (
-    CancelledError,
     DeadlineError,
     ErrorInfo,
     InvalidInputError,
-    OverloadedError,
     ProtocolError,
     RequestError,
     StageDiedError,
@@ -39,7 +37,6 @@ from omniflow.errors import (
 )
 from omniflow.graph import nearest, route
 from omniflow.host import Host, host_spec
-from omniflow.mailbox import Credits
 from omniflow.media import Options
 from omniflow.messages import (
     READER_GONE,
@@ -55,9 +52,9 @@ from omniflow.messages import (
     Open,
     Skip,
     StageReady,
-    Waiting,
 )
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge
+from omniflow.reply import Output, Reply, RequestPlan
 from omniflow.supervisor import Supervisor
 from omniflow.transport.arrow_shm import SharedMemory
 from omniflow.transport.base import Link
@@ -68,13 +65,6 @@ log = logging.getLogger("omniflow.runtime")
 State = Literal["starting", "ready", "draining", "failed", "stopped"]
 _QUIET_S = 0.1
 """How long a deadline error waits to hear what was being waited for."""
-
-
-class Output(NamedTuple):
-    """One item of a named output."""
-
-    name: str
-    value: Any
 
 
 class StageStatus(NamedTuple):
@@ -97,118 +87,6 @@ class RuntimeStatus(NamedTuple):
     reason: str | None
 
 
-class _Plan(NamedTuple):
-    """What one kind of request needs, worked out once."""
-
-    entry: PlannedEdge
-    exits: dict[int, PlannedEdge]
-    hosts: tuple[str, ...]
-
-
-class Reply(AsyncIterator[Output]):
-    """The answer to one request: iterate over its outputs; leave `async with` early to cancel it."""
-
-    def __init__(self, runtime: Runtime, number: int, request_id: str, plan: _Plan, deadline_s: float) -> None:
-        self.request_id = request_id
-        self.number = number
-        self.deadline_s = deadline_s
-        self.plan = plan
-        self.open_hosts: set[str] = set(plan.hosts)
-        self.credits = Credits(plan.entry.bound)
-        self.error: RequestError | None = None
-        self.ended = False
-        self.expired = False
-        self.expiry: asyncio.TimerHandle | None = None
-        self._runtime = runtime
-        self._open_exits = set(plan.exits)
-        self._received = dict.fromkeys(plan.exits, 0)
-        self._taken = dict.fromkeys(plan.exits, 0)
-        self._items: deque[tuple[int, Any]] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self.unfinished: list[Waiting] = []
-
-    # -- the runtime's side ----------------------------------------------------------------------------------------
-
-    def put(self, edge: int, seq: int, value: object) -> None:
-        """An item of an output arrived."""
-        if self.ended:
-            return
-        exit = self.plan.exits[edge]
-        if seq != self._received[edge]:
-            raise ProtocolError(f"output {exit.target_port!r}: item {seq} where {self._received[edge]} was due")
-        self._received[edge] += 1
-        self._items.append((edge, value))
-        self._wake()
-        if exit.kind != "stream":
-            self.end_exit(edge)
-
-    def end_exit(self, edge: int) -> None:
-        """An output has ended; the request has, once all have."""
-        self._open_exits.discard(edge)
-        if not self._open_exits:
-            self.end(None)
-
-    def end(self, error: RequestError | None) -> bool:
-        """End the request, once. False if it had ended before."""
-        if self.ended:
-            return False
-        self.ended = True
-        if error is not None:
-            error.request_id = self.request_id
-            self.error = error
-            self._items.clear()
-        self._wake()
-        return True
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    # -- the caller's side -----------------------------------------------------------------------------------------
-
-    async def __anext__(self) -> Output:
-        while not self._items:
-            if self.error is not None:
-                raise self.error
-            if self.ended:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        edge, value = self._items.popleft()
-        exit = self.plan.exits[edge]
-        if exit.kind == "stream":
-            self._taken[edge] += 1
-            if self._taken[edge] * 2 >= exit.bound:
-                self._runtime.give_credit(exit, self.number, self._taken[edge])
-                self._taken[edge] = 0
-        return Output(exit.target_port, value)
-
-    async def collect(self) -> dict[str, Any]:
-        """All outputs: a list for a stream, the value (or None where it was skipped) for a result."""
-        exits = self.plan.exits.values()
-        found: dict[str, Any] = {exit.target_port: [] if exit.kind == "stream" else None for exit in exits}
-        kinds = {exit.target_port: exit.kind for exit in exits}
-        async with self:
-            async for name, value in self:
-                if kinds[name] == "stream":
-                    found[name].append(value)
-                else:
-                    found[name] = value
-        return found
-
-    async def cancel(self) -> None:
-        """Cancel the request in every stage; does nothing once it has ended."""
-        self._runtime.end_request(self, CancelledError("the request was cancelled"))
-
-    async def __aenter__(self) -> Reply:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._runtime.end_request(self, CancelledError("the caller left before the end"))
-
-
 class Runtime:
     """Runs a plan. Use it as an async context manager: entering starts the hosts, leaving stops them."""
 
@@ -220,9 +98,8 @@ class Runtime:
         self._failure: StartError | None = None
         self._numbers = itertools.count(1)
         self._requests: dict[int, Reply] = {}
-        self._queue: deque[asyncio.Future[None]] = deque()
-        self._places_taken = 0
-        self._plans: dict[tuple[str, tuple[str, ...]], _Plan] = {}
+        self._admission = Admission(self.config.max_in_flight, self.config.max_queued)
+        self._plans: dict[tuple[str, tuple[str, ...]], RequestPlan] = {}
         self._edges = {edge.id: edge for edge in plan.edges}
         self._memory = SharedMemory(self.config.shm_bytes)
         self._supervisor = Supervisor(plan, self.config, self, self, self._memory)
@@ -245,7 +122,7 @@ class Runtime:
                 waiting = sorted({host.name for host in self.plan.hosts} - self._up)
                 raise StartError(f"not ready after {self.config.start_timeout_s:.0f} s: {', '.join(waiting)}")
             self.state = "ready"
-        except BaseException as error:
+        except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._stop()
             self._tasks.cancel_scope.cancel()
@@ -307,10 +184,7 @@ class Runtime:
         self._requests.clear()
 
     def _refuse_queued(self) -> None:
-        for waiter in self._queue:
-            if not waiter.done():
-                waiter.set_exception(UnavailableError(f"the runtime is {self.state}", retry_after_s=5.0))
-        self._queue.clear()
+        self._admission.refuse_all(UnavailableError(f"the runtime is {self.state}", retry_after_s=5.0))
 
     async def _wait_change(self) -> None:
         await self._changed.wait()
@@ -371,7 +245,7 @@ class Runtime:
             await self._send_item(edge, reply.number, seq, item)
         self._send(edge.target_host, End(edge.id, reply.number, reply.credits.seq))
 
-    def _plan_for(self, entry: str, outputs: Collection[str] | None) -> _Plan:
+    def _plan_for(self, entry: str, outputs: Collection[str] | None) -> RequestPlan:
         inputs = self.plan.inputs
         if entry not in inputs:
             raise InvalidInputError(f"graph {self.plan.name!r} has no input {entry!r}{nearest(entry, inputs)}")
@@ -395,44 +269,24 @@ class Runtime:
         stages = [edge.source for edge in spec.outputs if edge.target_port == output]
         return next((spec.absent[stage] for stage in stages if stage in spec.absent), None)
 
-    def _work_out(self, entry: str, wanted: tuple[str, ...]) -> _Plan:
+    def _work_out(self, entry: str, wanted: tuple[str, ...]) -> RequestPlan:
         part = route(self.plan.graph.all_edges, self.plan.graph.absent, entry, wanted)
         start = self.plan.inputs[entry]
         exits = {edge.id: edge for name, edge in self.plan.outputs.items() if name in wanted}
         hosts = [host.name for host in self.plan.hosts if any(stage in part.stages for stage in host.stages)]
         hosts.sort(key=lambda host: host == start.target_host)
-        return _Plan(start, exits, tuple(hosts))
+        return RequestPlan(start, exits, tuple(hosts))
 
-    async def _admit(self, plan: _Plan) -> None:
-        """Take a place among the running requests; first come, first served, and at most `max_queued` wait."""
+    async def _admit(self, plan: RequestPlan) -> None:
         self._refuse_if_not_serving()
-        if self._places_taken < self.config.max_in_flight:
-            self._places_taken += 1
-        else:
-            await self._queue_for_place()
+        await self._admission.take()
         try:
             await self._wait_for_hosts(plan)
         except BaseException:
-            self._free_place()
+            self._admission.free()
             raise
 
-    async def _queue_for_place(self) -> None:
-        if len(self._queue) >= self.config.max_queued:
-            raise OverloadedError(
-                f"{self._places_taken} requests run and {len(self._queue)} wait; try again later", retry_after_s=1.0
-            )
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(waiter)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.cancelled():
-                self._queue.remove(waiter)
-            else:
-                self._free_place()
-            raise
-
-    async def _wait_for_hosts(self, plan: _Plan) -> None:
+    async def _wait_for_hosts(self, plan: RequestPlan) -> None:
         with anyio.move_on_after(self.config.restart_wait_s):
             while not self._up.issuperset(plan.hosts):
                 self._refuse_if_not_serving()
@@ -441,15 +295,6 @@ class Runtime:
         if missing:
             raise UnavailableError("it is restarting", stage=missing[0], retry_after_s=2.0)
         self._refuse_if_not_serving()
-
-    def _free_place(self) -> None:
-        """Hand the place to whoever has waited longest."""
-        while self._queue:
-            waiter = self._queue.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
-        self._places_taken -= 1
 
     def _refuse_if_not_serving(self) -> None:
         if self._failure is not None:
@@ -505,7 +350,7 @@ class Runtime:
             del self._requests[reply.number]
             if reply.expiry is not None:
                 reply.expiry.cancel()
-            self._free_place()
+            self._admission.free()
             self._notify()
 
     # -- what hosts say --------------------------------------------------------------------------------------------
@@ -607,7 +452,7 @@ class Runtime:
             restarts = child.restarts if child else 0
             stages += [StageStatus(stage, host.name, state, restarts, in_flight) for stage in host.stages]
         reason = str(self._failure) if self._failure else None
-        return RuntimeStatus(self.state, len(self._requests), len(self._queue), tuple(stages), reason)
+        return RuntimeStatus(self.state, len(self._requests), self._admission.num_queued, tuple(stages), reason)
 
     def _link(self, host: str) -> Link | None:
         """The link to a host; None while it is down, when whatever would be sent is moot."""
@@ -625,3 +470,6 @@ class Runtime:
         pending = link.send_item(edge.id, request, seq, value) if link is not None else None
         if pending is not None:
             await pending
+
+
+__all__ = ["Output", "Reply", "Runtime", "RuntimeStatus", "StageStatus", "State"]
