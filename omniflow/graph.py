@@ -7,6 +7,7 @@ Nothing here does I/O or starts anything.
 from __future__ import annotations
 
 import difflib
+import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -282,6 +283,13 @@ class Graph:
         bindings = chosen.bindings if chosen else {}
         stages = tuple(_bound(stage, bindings.get(stage.name)) for stage in self._stages.values())
         reasons = {name: b.reason for name, b in bindings.items() if isinstance(b, Absent)}
+        for stage in stages:
+            if inspect.isabstract(stage.actor) and stage.name not in reasons:
+                where = f"profile {chosen.name!r}" if chosen else "the graph"
+                raise GraphError(
+                    f"stage {stage.name!r} has no model: {stage.actor.__name__} is only a role; bind it in {where}, "
+                    f"{stage.name}=bind(...) or {stage.name}=absent('why')"
+                )
         spec = GraphSpec(
             self.name, stages, tuple(self._edges), tuple(self._inputs), tuple(self._outputs), chosen, reasons
         )

@@ -1,0 +1,71 @@
+"""Ming-Omni with streaming speech: hears and sees, answers in text, and speaks the answer while it is written.
+
+    preprocess => audio_encoder, image_encoder => (+) merge => thinker ~> detokenize ~> segment ~> talker ~> vocoder
+
+The thinker and the talker meet in text (as in Ming-flash-omni), so speech from text enters at `segment`.
+"""
+
+from omniflow import Budget, Graph, absent, bind, one_for_one
+
+from actors.detokenize import Detokenize
+from actors.merge import Merge
+from actors.piper.talker import PiperTalker
+from actors.piper.vocoder import PiperVocoder
+from actors.preprocess import Preprocess
+from actors.roles import (
+    AudioEncoderRole,
+    DetokenizeRole,
+    ImageEncoderRole,
+    MergeRole,
+    PreprocessRole,
+    SegmenterRole,
+    TalkerRole,
+    ThinkerRole,
+    VocoderRole,
+)
+from actors.segmenter import Segmenter
+from actors.thinker import Thinker
+from actors.whisper.transcriber import WhisperTranscriber
+
+graph = Graph("ming_omni")
+preprocess = graph.stage("preprocess", PreprocessRole, near="thinker")
+audio_encoder = graph.stage("audio_encoder", AudioEncoderRole)
+image_encoder = graph.stage("image_encoder", ImageEncoderRole)
+merge = graph.stage("merge", MergeRole, near="thinker")
+thinker = graph.stage("thinker", ThinkerRole)
+detokenize = graph.stage("detokenize", DetokenizeRole, near="thinker")
+segment = graph.stage("segment", SegmenterRole, near="talker")
+talker = graph.stage("talker", TalkerRole)
+vocoder = graph.stage("vocoder", VocoderRole)
+
+graph.result(preprocess, audio_encoder)
+graph.result(preprocess, image_encoder)
+graph.fan_in(merge, prompt=preprocess, audio=audio_encoder, image=image_encoder)
+graph.result(merge, thinker)
+graph.stream(thinker, detokenize, bound=64)
+graph.stream(detokenize, segment, bound=64)
+graph.stream(segment, talker, bound=8)
+graph.stream(talker, vocoder, bound=8)
+
+graph.input(chat=preprocess, speech=segment)
+graph.output(text=detokenize, audio=vocoder, usage=thinker["result"])
+
+again = one_for_one(max_restarts=5, within_s=60)
+graph.profile(
+    "embedded",
+    "small real models that run on a laptop CPU: SmolLM2-135M thinks, Whisper tiny.en hears, Piper 'joe' speaks",
+    preprocess=bind(Preprocess),
+    audio_encoder=bind(WhisperTranscriber, memory=Budget(weights="80 MB", workspace="60 MB"), restart=again),
+    image_encoder=absent("this profile has no image encoder: no small one is packaged; send text or audio"),
+    merge=bind(Merge, model="smollm2-135m-instruct"),
+    thinker=bind(
+        Thinker,
+        model="smollm2-135m-instruct",
+        memory=Budget(weights="540 MB", workspace="200 MB", kv_tokens=16384, kv_bytes_per_token=46080),
+        restart=again,
+    ),
+    detokenize=bind(Detokenize, model="smollm2-135m-instruct"),
+    segment=bind(Segmenter),
+    talker=bind(PiperTalker, memory=Budget(weights="57 MB", workspace="100 MB"), restart=again),
+    vocoder=bind(PiperVocoder, memory=Budget(weights="7 MB", workspace="100 MB"), restart=again),
+)
