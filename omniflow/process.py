@@ -11,7 +11,7 @@ from functools import partial
 
 import anyio
 
-from omniflow.die_with_parent import die_with_parent
+from omniflow.die_with_parent import die_with_parent, name_process
 from omniflow.host import Host, HostSpec
 from omniflow.messages import Beat
 from omniflow.planner.plan import FRONT
@@ -25,6 +25,7 @@ EXIT_BROKEN = 3
 def host_main(spec: HostSpec, connection: socket.socket, parent: int, log_level: int) -> None:
     """Run one host until its runtime says so or is gone. Never returns: exits with 0 or EXIT_BROKEN."""
     die_with_parent(parent or os.getppid())
+    name_process(f"of:{spec.name}")
     # Ctrl-C goes to the whole process group; the runtime drains and then tells the hosts to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

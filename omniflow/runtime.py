@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import uuid
 from collections.abc import Collection, Sequence
 from types import TracebackType
@@ -75,6 +76,8 @@ class StageStatus(NamedTuple):
     state: str
     restarts: int
     in_flight: int
+    pid: int | None
+    """The process that runs it; None while it is down."""
 
 
 class RuntimeStatus(NamedTuple):
@@ -450,7 +453,8 @@ class Runtime:
             child = self._supervisor.children.get(host.name)
             state = child.state if child else "ready" if host.name in self._up else "starting"
             restarts = child.restarts if child else 0
-            stages += [StageStatus(stage, host.name, state, restarts, in_flight) for stage in host.stages]
+            pid = child.pid if child else os.getpid()
+            stages += [StageStatus(stage, host.name, state, restarts, in_flight, pid) for stage in host.stages]
         reason = str(self._failure) if self._failure else None
         return RuntimeStatus(self.state, len(self._requests), self._admission.num_queued, tuple(stages), reason)
 

@@ -70,6 +70,11 @@ class Child:
         """Killed because another host's strategy restarts it too; that is no death of its own."""
         self.gone = anyio.Event()
 
+    @property
+    def pid(self) -> int | None:
+        """The running process, if there is one."""
+        return self.process.pid if self.pidfd is not None else None
+
 
 class Supervisor:
     """Owns the host processes of a plan. `run` is its task; everything else is called in the event loop."""
