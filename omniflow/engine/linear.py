@@ -1,0 +1,45 @@
+"""A linear layer for CPUs whose result for a row does not depend on the other rows.
+
+torch's own float32 path (MKL) picks another summation order for 1, for 2 to 3 and for 4 and more rows, so a request in a
+batch would see other last bits than alone, and now and then another token. oneDNN with the weight packed once sums alike
+for any number of rows but 1 (with AVX2 and AVX-512), and reads memory better: a step of 4 rows costs less than MKL's of 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+LEAST_ROWS = 4
+"""Fewer are padded: 1 row would be summed in another order, and 1 to 3 take 10 to 40 % longer than 4."""
+
+
+class PackedLinear(nn.Module):
+    """Stands in for an `nn.Linear` in inference: x [..., in_features] to [..., out_features], float32 on the CPU."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        # The layout that oneDNN likes best for few rows; it serves any number of them.
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), LEAST_ROWS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        count = len(rows)
+        if count < LEAST_ROWS:
+            rows = F.pad(rows, (0, 0, 0, LEAST_ROWS - count))
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+        return y[:count].reshape(*x.shape[:-1], self.out_features)
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Replace every `nn.Linear` in `model`, in place, where this machine and torch can; leave others as they are."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype == torch.float32:
+                module.add_module(name, PackedLinear(child))

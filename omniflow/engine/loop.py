@@ -1,0 +1,213 @@
+"""Runs an engine in a thread of its own and hands its outputs to asyncio.
+
+    loop = EngineLoop(build)
+    await loop.setup()
+    async with loop.generate(request) as outputs:
+        async for output in outputs: ...
+    await loop.close()
+
+The thread sleeps on a condition while there is no work. Commands reach the engine at step boundaries, in order; all
+outputs of a step come back in one wake-up of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import anyio
+
+from omniflow.engine.base import Engine, EngineOutput, EngineRequest, EngineStats
+from omniflow.errors import ProtocolError, RequestError, UnavailableError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Command(NamedTuple):
+    """Something to tell the engine about one request."""
+
+    request_id: str
+    apply: Callable[[Engine], None]
+
+
+class Generation(AsyncIterator[EngineOutput]):
+    """The outputs of one request, in order; at most `max_tokens` + 1 wait here unread."""
+
+    def __init__(self, request_id: str, send: Callable[[Command], None]) -> None:
+        self.id = request_id
+        self._send = send
+        self._outputs: deque[EngineOutput] = deque()
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.finished = False
+        """True once no further output can come."""
+
+    def feed(self, rows: torch.Tensor, done: bool) -> None:
+        """Append input embeddings [n, hidden] to a request started with `open=True`; `done` lets it generate.
+
+        Never waits. Where the engine has no room for them, the next output raises.
+        """
+        self._send(Command(self.id, lambda engine: engine.feed(self.id, rows, done)))
+
+    async def __anext__(self) -> EngineOutput:
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            if self.finished:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._outputs.popleft()
+
+    def put(self, output: EngineOutput) -> None:
+        """Called by the loop: one more output."""
+        self._outputs.append(output)
+        self.finished = output.finish_reason is not None
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Called by the loop: the request ended with `error`, raised after the outputs that wait here."""
+        self._error = error
+        self.finished = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class EngineLoop:
+    """Owns the engine that `build` makes in its thread.
+
+    If the engine raises in `step`, every open generation raises that error and the loop is broken for good: `broken`
+    holds the error, `on_broken` is called with it in the event loop, and `generate` raises UnavailableError.
+    """
+
+    def __init__(
+        self, build: Callable[[], Engine], *, on_broken: Callable[[BaseException], None] | None = None
+    ) -> None:
+        self._build = build
+        self._on_broken = on_broken
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._wake = threading.Condition()
+        self._commands: list[Command] = []
+        self._closing = False
+        self._generations: dict[str, Generation] = {}
+        self.broken: BaseException | None = None
+        self.stats = EngineStats(0, 0, 0, 0)
+        """What the engine held after its last step."""
+
+    async def setup(self) -> None:
+        """Start the thread and wait for the engine. Raises what `build` raised."""
+        self._asyncio = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._asyncio.create_future()
+        self._ended = asyncio.Event()
+        self._thread.start()
+        await self._ready
+
+    async def close(self) -> None:
+        """End the thread after its current step; open generations raise UnavailableError."""
+        if not self._thread.is_alive():
+            return
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        with anyio.CancelScope(shield=True):
+            await self._ended.wait()
+        self._thread.join()
+        self._fail_all(UnavailableError("the engine is closing"))
+
+    @contextlib.asynccontextmanager
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Generation]:
+        """Run `request`; leaving the block aborts what is left of it at the next step.
+
+        Iteration raises ContextLengthError or OverloadedError where the engine refuses it.
+        """
+        if self.broken is not None:
+            raise UnavailableError(f"the engine has failed: {self.broken!r}", request_id=request.id) from self.broken
+        if request.id in self._generations:
+            raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
+        generation = Generation(request.id, self._send)
+        self._generations[request.id] = generation
+        self._send(Command(request.id, lambda engine: engine.start(request)))
+        try:
+            yield generation
+        finally:
+            self._generations.pop(request.id, None)
+            if not generation.finished:
+                self._send(Command(request.id, lambda engine: engine.abort(request.id)))
+
+    def _send(self, command: Command) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            engine = self._build()
+            self._post(self._started)
+            self._serve(engine)
+            engine.close()
+        except BaseException as error:  # whatever it is, those who wait must learn of it; then the thread dies of it
+            self._post(self._break, error)
+            raise
+        finally:
+            self._post(self._ended.set)
+
+    def _serve(self, engine: Engine) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._commands or self._closing or engine.has_work())
+                if self._closing:
+                    return
+                commands, self._commands = self._commands, []
+            for command in commands:
+                self._apply(engine, command)
+            outputs = engine.step()
+            self.stats = engine.stats()
+            if outputs:
+                self._post(self._deliver, outputs)
+
+    def _apply(self, engine: Engine, command: Command) -> None:
+        try:
+            command.apply(engine)
+        except RequestError as error:
+            engine.abort(command.request_id)
+            self._post(self._refuse, command.request_id, error)
+
+    def _post(self, call: Callable[..., object], *args: object) -> None:
+        self._asyncio.call_soon_threadsafe(call, *args)
+
+    def _started(self) -> None:
+        if not self._ready.done():  # a cancelled `setup` waits no more
+            self._ready.set_result(None)
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            generation = self._generations.get(output.id)
+            if generation is not None:
+                generation.put(output)
+
+    def _refuse(self, request_id: str, error: RequestError) -> None:
+        generation = self._generations.get(request_id)
+        if generation is not None:
+            generation.fail(error)
+
+    def _break(self, error: BaseException) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            return
+        self.broken = error
+        self._fail_all(error)
+        if self._on_broken is not None:
+            self._on_broken(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        for generation in self._generations.values():
+            generation.fail(error)
+        self._generations.clear()
