@@ -6,6 +6,6 @@ of them keeps the fork server's life line open.
 
 import os
 
-from omniflow.die_with_parent import die_with_parent
+from omniflow.prctl import die_with_parent
 
 die_with_parent(os.getppid())

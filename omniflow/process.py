@@ -11,7 +11,7 @@ from functools import partial
 
 import anyio
 
-from omniflow.die_with_parent import die_with_parent, name_process
+from omniflow.prctl import die_with_parent, name_process
 from omniflow.host import Host, HostSpec
 from omniflow.messages import Beat
 from omniflow.planner.plan import FRONT

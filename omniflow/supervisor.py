@@ -286,7 +286,7 @@ def _importable(module: str) -> bool:
 
 
 def _start_forkserver(preload: list[str]) -> None:
-    """Start the fork server from this thread: it dies with the thread that started it (see die_with_parent)."""
+    """Start the fork server from this thread: it dies with the thread that started it (see prctl.py)."""
     server = multiprocess.forkserver
     server.set_forkserver_preload(preload)
     server.ensure_running()

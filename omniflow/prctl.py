@@ -1,4 +1,4 @@
-"""Ties the life of this process to its parent's: no orphan is left, even after `kill -9` of the main process."""
+"""What Linux lets a process ask about its own life: to die with its parent, and to have a name."""
 
 from __future__ import annotations
 
