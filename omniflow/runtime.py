@@ -214,18 +214,26 @@ class Runtime:
         OverloadedError or UnavailableError before anything of it runs.
         """
         plan = self._plan_for(entry, outputs)
-        await self._admit(plan)
-        number = next(self._numbers)
         deadline = deadline_s or self.config.deadline_s
+        expires = asyncio.get_running_loop().time() + deadline
+        with anyio.move_on_after(deadline) as scope:
+            await self._admit(plan)
+        if scope.cancelled_caught:
+            raise DeadlineError(f"the deadline of {deadline:g} s passed while the request waited for a place")
+        number = next(self._numbers)
         reply = Reply(self, number, request_id or uuid.uuid4().hex, plan, deadline)
         self._requests[number] = reply
-        reply.expiry = asyncio.get_running_loop().call_later(deadline, self._expire, reply)
+        reply.expiry = asyncio.get_running_loop().call_at(expires, self._expire, reply)
         names = tuple(exit.target_port for exit in plan.exits.values())
         opening = Open(number, reply.request_id, entry, names, options or Options(), deadline)
         # The host of the entry comes last: whatever it sends on finds the request open everywhere else.
         for host in plan.hosts:
             self._send(host, opening)
-        await self._enter(reply, value)
+        try:
+            await self._enter(reply, value)
+        except BaseException:
+            self.end_request(reply, CancelledError("the request could not enter the graph"))
+            raise
         return reply
 
     async def _enter(self, reply: Reply, value: object) -> None:
