@@ -1,0 +1,155 @@
+"""Chat through the real server: text, speech, hearing, seeds, limits, and the requests that must be refused."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from tests.e2e.conftest import Server
+from tests.e2e.hearing import heard, heard_pcm, word_errors
+
+CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def test_answers(server: Server) -> None:
+    reply = server.client().chat.completions.create(model="ming_omni", messages=CAPITAL, temperature=0)  # type: ignore[arg-type]
+    assert "Paris" in (reply.choices[0].message.content or "")
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens > 20
+
+
+def test_streams_the_same_text(server: Server) -> None:
+    client = server.client()
+    whole = client.chat.completions.create(model="ming_omni", messages=CAPITAL, temperature=0)  # type: ignore[arg-type]
+    text, finishes, usage = "", [], None
+    for chunk in client.chat.completions.create(
+        model="ming_omni", messages=CAPITAL, temperature=0, stream=True, stream_options={"include_usage": True}  # type: ignore[arg-type]
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            finishes += [choice.finish_reason] if choice.finish_reason else []
+    assert text == whole.choices[0].message.content
+    assert finishes == ["stop"]
+    assert usage is not None and whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_speaks_what_it_writes(server: Server) -> None:
+    reply = server.client().chat.completions.create(
+        model="ming_omni", messages=CAPITAL, temperature=0, modalities=["text", "audio"],  # type: ignore[arg-type]
+        audio={"voice": "joe", "format": "wav"},
+    )  # fmt: skip
+    audio = reply.choices[0].message.audio
+    assert audio is not None
+    assert reply.choices[0].message.content is None
+    wrong, count = word_errors(audio.transcript, heard(base64.b64decode(audio.data)))
+    assert wrong <= count // 3
+
+
+def test_streams_speech(server: Server) -> None:
+    transcript, sound = "", b""
+    for chunk in server.client().chat.completions.create(
+        model="ming_omni", messages=CAPITAL, temperature=0, modalities=["text", "audio"],  # type: ignore[arg-type]
+        audio={"voice": "joe", "format": "pcm16"}, stream=True,
+    ):  # fmt: skip
+        for choice in chunk.choices:
+            audio = (choice.delta.model_extra or {}).get("audio") or {}
+            transcript += audio.get("transcript", "")
+            sound += base64.b64decode(audio.get("data", ""))
+    samples = np.frombuffer(sound, "<i2").astype(np.float32) / 32768
+    wrong, count = word_errors(transcript, heard_pcm(samples, 24000))
+    assert "Paris" in transcript
+    assert wrong <= count // 3
+
+
+def test_hears(server: Server) -> None:
+    """A question spoken by the server itself is understood by it."""
+    client = server.client()
+    question = client.audio.speech.create(
+        model="ming_omni", voice="joe", input="What is the capital of France?", response_format="wav"
+    )
+    clip = {"type": "input_audio", "input_audio": {"data": base64.b64encode(question.content).decode(), "format": "wav"}}
+    reply = client.chat.completions.create(
+        model="ming_omni", messages=[{"role": "user", "content": [clip]}], temperature=0  # type: ignore[list-item]
+    )
+    assert "Paris" in (reply.choices[0].message.content or "")
+
+
+def test_a_seed_gives_the_same_answer_alone_and_in_company(server: Server) -> None:
+    client = server.client()
+
+    def ask(seed: int) -> str:
+        reply = client.chat.completions.create(
+            model="ming_omni", messages=[{"role": "user", "content": "Write a short poem about the sea."}],
+            temperature=0.9, seed=seed, max_completion_tokens=24,
+        )  # fmt: skip
+        return reply.choices[0].message.content or ""
+
+    alone = ask(1)
+    with ThreadPoolExecutor(4) as pool:
+        company = list(pool.map(ask, [2, 1, 3, 4]))
+    assert company[1] == alone
+    assert len({alone, company[0], company[2], company[3]}) > 1
+
+
+def test_stop_and_length(server: Server) -> None:
+    client = server.client()
+    cut = client.chat.completions.create(model="ming_omni", messages=CAPITAL, temperature=0, max_completion_tokens=3)  # type: ignore[arg-type]
+    assert cut.choices[0].finish_reason == "length"
+    assert cut.usage is not None and cut.usage.completion_tokens == 3
+    stopped = client.chat.completions.create(model="ming_omni", messages=CAPITAL, temperature=0, stop=["Paris"])  # type: ignore[arg-type]
+    assert stopped.choices[0].finish_reason == "stop"
+    assert "Paris" not in (stopped.choices[0].message.content or "")
+
+
+def test_an_image_is_refused_with_the_reason(server: Server) -> None:
+    client = server.client()
+    pixel = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            model="ming_omni",
+            messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": pixel}}]}],
+        )
+    assert "no image encoder" in str(refused.value)
+    assert client.chat.completions.create(model="ming_omni", messages=CAPITAL, max_completion_tokens=2)  # type: ignore[arg-type]
+
+
+def test_a_prompt_of_200_kb_is_refused_and_harms_nobody(server: Server) -> None:
+    client = server.client()
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="ming_omni", messages=[{"role": "user", "content": "word " * 40_000}])
+    assert refused.value.code == "context_length_exceeded"
+    assert client.chat.completions.create(model="ming_omni", messages=CAPITAL, max_completion_tokens=2)  # type: ignore[arg-type]
+
+
+def test_disconnect_while_thinking_cancels(server: Server) -> None:
+    body = {"model": "ming_omni", "messages": [{"role": "user", "content": "Tell me a very long story."}], "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=30) as reply:
+        next(reply.iter_raw())
+    server.wait_until("nothing is in flight", lambda: server.health()["in_flight"] == 0, 2.0)
+
+
+def test_killed_thinker_is_an_error_and_comes_back(server: Server) -> None:
+    pid = server.pid_of("thinker")
+    stream = server.client().chat.completions.create(
+        model="ming_omni", messages=[{"role": "user", "content": "Tell me a very long story."}], stream=True
+    )
+    with pytest.raises(openai.APIError):
+        for number, _ in enumerate(stream):
+            if number == 2:
+                os.kill(pid, signal.SIGKILL)
+                began = time.monotonic()
+    assert time.monotonic() - began < 2
+    again = server.client().chat.completions.create(model="ming_omni", messages=CAPITAL, temperature=0)  # type: ignore[arg-type]
+    assert "Paris" in (again.choices[0].message.content or "")
+    assert server.pid_of("thinker") != pid
