@@ -25,6 +25,7 @@ import anyio.abc
 from omniflow.admission import Admission
 from omniflow.config import RuntimeConfig
 from omniflow.errors import (
+    CancelledError,
     DeadlineError,
     ErrorInfo,
     InvalidInputError,
