@@ -1,1 +1,156 @@
-"""omniflow: omni-modal models as a typed dataflow graph of supervised actors."""
+"""omniflow: omni-modal models as a typed dataflow graph of supervised actors.
+
+What a graph file, an actor and a program that runs graphs need, in one name space. Each name is loaded when it is
+first used, so that `import omniflow` costs a few milliseconds and brings no other library with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from omniflow.actor import Actor, Context, Emit, Outputs, Stream, batched
+    from omniflow.config import RuntimeConfig, ServerConfig
+    from omniflow.errors import (
+        ActorBrokenError,
+        CancelledError,
+        ConfigError,
+        ContextLengthError,
+        DeadlineError,
+        GraphError,
+        InvalidInputError,
+        NotFoundError,
+        OmniflowError,
+        OverloadedError,
+        PlanError,
+        ProtocolError,
+        RequestError,
+        StageDiedError,
+        StageError,
+        StartError,
+        UnavailableError,
+        UnsupportedError,
+        WeightsError,
+    )
+    from omniflow.graph import Budget, Graph, GraphSpec, Restart, Stage, absent, bind, one_for_one
+    from omniflow.media import (
+        AudioChunk,
+        AudioFeatures,
+        AudioPart,
+        Chat,
+        ChatMessage,
+        Generated,
+        ImageFeatures,
+        ImagePart,
+        Images,
+        Latents,
+        Options,
+        Part,
+        Prompt,
+        Segment,
+        TextDelta,
+        TextPart,
+        TokenPrompt,
+        Tokens,
+        VideoPart,
+        Waveforms,
+    )
+    from omniflow.planner import Cluster, Gpu, Plan, cluster_named, plan
+    from omniflow.reply import Output, Reply
+    from omniflow.runtime import Runtime
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Actor",
+    "ActorBrokenError",
+    "AudioChunk",
+    "AudioFeatures",
+    "AudioPart",
+    "Budget",
+    "CancelledError",
+    "Chat",
+    "ChatMessage",
+    "Cluster",
+    "ConfigError",
+    "Context",
+    "ContextLengthError",
+    "DeadlineError",
+    "Emit",
+    "Generated",
+    "Gpu",
+    "Graph",
+    "GraphError",
+    "GraphSpec",
+    "ImageFeatures",
+    "ImagePart",
+    "Images",
+    "InvalidInputError",
+    "Latents",
+    "NotFoundError",
+    "OmniflowError",
+    "Options",
+    "Output",
+    "Outputs",
+    "OverloadedError",
+    "Part",
+    "Plan",
+    "PlanError",
+    "Prompt",
+    "ProtocolError",
+    "Reply",
+    "RequestError",
+    "Restart",
+    "Runtime",
+    "RuntimeConfig",
+    "Segment",
+    "ServerConfig",
+    "Stage",
+    "StageDiedError",
+    "StageError",
+    "StartError",
+    "Stream",
+    "TextDelta",
+    "TextPart",
+    "TokenPrompt",
+    "Tokens",
+    "UnavailableError",
+    "UnsupportedError",
+    "VideoPart",
+    "Waveforms",
+    "WeightsError",
+    "__version__",
+    "absent",
+    "batched",
+    "bind",
+    "cluster_named",
+    "one_for_one",
+    "plan",
+]
+
+_MODULES = {
+    "actor": "Actor Context Emit Outputs Stream batched",
+    "config": "RuntimeConfig ServerConfig",
+    "errors": "ActorBrokenError CancelledError ConfigError ContextLengthError DeadlineError GraphError "
+    "InvalidInputError NotFoundError OmniflowError OverloadedError PlanError ProtocolError RequestError "
+    "StageDiedError StageError StartError UnavailableError UnsupportedError WeightsError",
+    "graph": "Budget Graph GraphSpec Restart Stage absent bind one_for_one",
+    "media": "AudioChunk AudioFeatures AudioPart Chat ChatMessage Generated ImageFeatures ImagePart Images Latents "
+    "Options Part Prompt Segment TextDelta TextPart TokenPrompt Tokens VideoPart Waveforms",
+    "planner": "Cluster Gpu Plan cluster_named plan",
+    "reply": "Output Reply",
+    "runtime": "Runtime",
+}
+_HOME = {name: f"omniflow.{module}" for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'omniflow' has no attribute {name!r}")
+    value = globals()[name] = vars(importlib.import_module(_HOME[name]))[name]
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
