@@ -1,8 +1,8 @@
 """The AR engine against bare `transformers.generate`, on the real thinker: `python bench/engine.py [--tokens 48]`.
 
-Everything is measured in one process, 1 thread, runs interleaved, the best of several rounds kept (the machine may be
-shared; the best run is the least disturbed one). Prints milliseconds and tokens/s as JSON lines, and the two ratios that
-are promised: one request against bare generate (>= 0.9), four together against one alone (>= 2).
+Everything is measured in one process with 1 thread, runs interleaved, and the best of several rounds is kept (the
+machine may be shared; the best run is the least disturbed one). Prints milliseconds and tokens/s as JSON lines, and the
+two ratios that are promised: one request against bare generate (>= 0.9), four together against one alone (>= 2).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A linear layer for CPUs whose result for a row does not depend on the other rows.
 
-torch's own float32 path (MKL) picks another summation order for 1, for 2 to 3 and for 4 and more rows, so a request in a
-batch would see other last bits than alone, and now and then another token. oneDNN with the weight packed once sums alike
-for any number of rows but 1 (with AVX2 and AVX-512), and reads memory better: a step of 4 rows costs less than MKL's of 1.
+torch's own float32 path (MKL) sums in another order for 1, for 2 to 3 and for 4 and more rows, so a request in a batch
+would see other last bits than alone, and now and then another token. oneDNN with the weight packed once sums alike for
+any number of rows but 1 (with AVX2 and with AVX-512), and reads memory better: its step of 4 rows costs less than MKL's
+of 1.
 """
 
 from __future__ import annotations

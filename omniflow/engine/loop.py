@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, EngineStats
-from omniflow.errors import ProtocolError, RequestError, UnavailableError
+from omniflow.errors import ActorBrokenError, OmniflowError, ProtocolError, RequestError, UnavailableError
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ class Generation(AsyncIterator[EngineOutput]):
         self.id = request_id
         self._send = send
         self._outputs: deque[EngineOutput] = deque()
-        self._error: BaseException | None = None
+        self._error: OmniflowError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.finished = False
         """True once no further output can come."""
@@ -70,7 +70,7 @@ class Generation(AsyncIterator[EngineOutput]):
         self.finished = output.finish_reason is not None
         self._wake()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: OmniflowError) -> None:
         """Called by the loop: the request ended with `error`, raised after the outputs that wait here."""
         self._error = error
         self.finished = True
@@ -84,8 +84,9 @@ class Generation(AsyncIterator[EngineOutput]):
 class EngineLoop:
     """Owns the engine that `build` makes in its thread.
 
-    If the engine raises in `step`, every open generation raises that error and the loop is broken for good: `broken`
-    holds the error, `on_broken` is called with it in the event loop, and `generate` raises UnavailableError.
+    If the engine raises in `step`, the loop is broken for good: `broken` holds the error, every open generation and
+    every later `generate` raises ActorBrokenError with it as the cause, and `on_broken` is called with it in the event
+    loop.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class EngineLoop:
         with anyio.CancelScope(shield=True):
             await self._ended.wait()
         self._thread.join()
-        self._fail_all(UnavailableError("the engine is closing"))
+        self._fail_all(lambda: UnavailableError("the engine is closing"))
 
     @contextlib.asynccontextmanager
     async def generate(self, request: EngineRequest) -> AsyncIterator[Generation]:
@@ -129,7 +130,7 @@ class EngineLoop:
         Iteration raises ContextLengthError or OverloadedError where the engine refuses it.
         """
         if self.broken is not None:
-            raise UnavailableError(f"the engine has failed: {self.broken!r}", request_id=request.id) from self.broken
+            raise _broken(self.broken)
         if request.id in self._generations:
             raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
         generation = Generation(request.id, self._send)
@@ -203,11 +204,17 @@ class EngineLoop:
             self._ready.set_exception(error)
             return
         self.broken = error
-        self._fail_all(error)
+        self._fail_all(lambda: _broken(error))
         if self._on_broken is not None:
             self._on_broken(error)
 
-    def _fail_all(self, error: BaseException) -> None:
+    def _fail_all(self, error: Callable[[], OmniflowError]) -> None:
         for generation in self._generations.values():
-            generation.fail(error)
+            generation.fail(error())
         self._generations.clear()
+
+
+def _broken(error: BaseException) -> ActorBrokenError:
+    broken = ActorBrokenError(f"the engine failed: {type(error).__name__}: {error}")
+    broken.__cause__ = error
+    return broken

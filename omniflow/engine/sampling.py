@@ -1,7 +1,7 @@
 """How a token is drawn from the logits of one row.
 
-Every row is drawn alone, from its own logits in float32 and its own generator, and takes exactly one random number: what
-other requests do in the same step cannot change it.
+Every row is drawn alone, from its own logits in float32 and its own generator, and takes exactly one random number
+unless it is greedy: what other requests do in the same step cannot change it.
 """
 
 from __future__ import annotations

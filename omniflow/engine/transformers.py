@@ -1,9 +1,9 @@
 """The reference AR engine: plain Hugging Face decoders, for CPUs and for parity with other engines.
 
-A step is one forward pass over the rows of all requests laid end to end, without padding: the next token of each that
-decodes, and up to a chunk of the inputs of one or more that are still being read. Linear layers see one matrix; attention
-is called request by request with exactly its own keys and values, so no row ever sees another request, not even as a
-masked-out number. With `PackedLinear` a request gets the same bits alone and in any company.
+A step is one forward pass over the inputs of all requests laid end to end, without padding: the next token of each that
+decodes, and a chunk of the prompts that are still being read. Linear layers see one matrix; attention is called request
+by request with exactly its own keys and values, so no request ever sees another, not even as a masked-out number. With
+`PackedLinear` a request gets the same bits alone and in any company.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def attend_by_request(
     spans: list[Span],
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a step, for the attention interface of transformers: [1, heads, total, dim] to [1, total, heads, dim].
+    """Attention of a step, [1, heads, total, dim] to [1, total, heads, dim]; see transformers' AttentionInterface.
 
     `spans` comes through the model's forward as it is; keys and values are stored here, so no `Cache` is involved.
     """
@@ -374,7 +374,7 @@ def _check_attention(config: PretrainedConfig) -> None:
     if getattr(config, "sliding_window", None) is not None:
         kinds.add("sliding_attention")
     if kinds != {"full_attention"}:
-        raise StartError(f"the transformers engine knows full_attention only; this model has {', '.join(sorted(kinds))}")
+        raise StartError(f"the transformers engine knows full_attention only; this model has {sorted(kinds)}")
 
 
 def load_engine(

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+import torch
+
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling
+from omniflow.engine.loop import EngineLoop
+from omniflow.engine.transformers import TransformersEngine
+from omniflow.errors import (
+    ActorBrokenError,
+    ContextLengthError,
+    InvalidInputError,
+    ProtocolError,
+    StartError,
+    UnavailableError,
+)
+from tests.engine.tiny import CONTEXT, HIDDEN, ids_of, prompt, request, run, tiny_llama
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class CountingEngine:
+    """Says 0, 1, 2, ... for every request, one a step, and notes what it was told. Steps wait for `gate`."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, int] = {}
+        self.told: list[str] = []
+        self.aborted: list[str] = []
+        self.fail: Exception | None = None
+        self.num_steps = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.limits: dict[str, int] = {}
+
+    def start(self, request: EngineRequest) -> None:
+        self.told.append(f"start {request.id}")
+        if not request.ids:
+            raise InvalidInputError("the prompt is empty")
+        self.running[request.id] = 0
+        self.limits[request.id] = request.sampling.max_tokens
+
+    def feed(self, request_id: str, rows: torch.Tensor, done: bool) -> None:
+        self.told.append(f"feed {request_id}")
+
+    def step(self) -> list[EngineOutput]:
+        assert self.gate.wait(5)
+        self.num_steps += 1
+        if self.fail:
+            raise self.fail
+        outputs = [EngineOutput(id, (), "abort") for id in self.aborted]
+        self.aborted.clear()
+        for id, number in list(self.running.items()):
+            self.running[id] += 1
+            last = number + 1 == self.limits[id]
+            outputs.append(EngineOutput(id, (number,), "length" if last else None))
+            if last:
+                del self.running[id]
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        self.told.append(f"abort {request_id}")
+        if self.running.pop(request_id, None) is not None:
+            self.aborted.append(request_id)
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.aborted)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self.running), 0, 0, 100)
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+@asynccontextmanager
+async def running(build: Callable[[], object], **options: object) -> AsyncIterator[EngineLoop]:
+    loop = EngineLoop(build, **options)
+    await loop.setup()
+    try:
+        yield loop
+    finally:
+        await loop.close()
+
+
+async def test_generations_run_together_and_each_gets_its_own() -> None:
+    got: dict[str, list[int]] = {}
+
+    async def generate(loop: EngineLoop, id: str, count: int) -> None:
+        async with loop.generate(request(id, [1], max_tokens=count)) as outputs:
+            got[id] = ids_of([output async for output in outputs])
+
+    async with running(CountingEngine) as loop, anyio.create_task_group() as tasks:
+        for number in range(1, 6):
+            tasks.start_soon(generate, loop, str(number), number)
+    assert got == {str(number): list(range(number)) for number in range(1, 6)}
+
+
+async def test_the_real_engine_gives_what_it_gives_alone() -> None:
+    expected = run(TransformersEngine(tiny_llama()), [request("a", prompt(20), seed=3, temperature=1.0)])["a"]
+    async with (
+        running(lambda: TransformersEngine(tiny_llama())) as loop,
+        loop.generate(request("a", prompt(20), seed=3, temperature=1.0)) as outputs,
+    ):
+        assert [output async for output in outputs] == expected
+
+
+async def test_leaving_the_block_aborts() -> None:
+    engine = CountingEngine()
+    async with running(lambda: engine) as loop:
+        async with loop.generate(request("a", [1], max_tokens=10**9)) as outputs:
+            assert (await anext(outputs)).ids == (0,)
+        async with loop.generate(request("b", [1], max_tokens=1)) as outputs:
+            assert len([output async for output in outputs]) == 1
+    assert engine.told == ["start a", "abort a", "start b", "close"]
+    assert engine.running == {}
+
+
+async def test_a_cancelled_reader_aborts() -> None:
+    engine = CountingEngine()
+    engine.gate.clear()
+    async with running(lambda: engine) as loop:
+        with anyio.move_on_after(0.01) as scope:
+            async with loop.generate(request("a", [1])) as outputs:
+                await anext(outputs)
+        assert scope.cancelled_caught
+        engine.gate.set()
+        async with loop.generate(request("b", [1], max_tokens=1)) as outputs:
+            assert len([output async for output in outputs]) == 1
+    assert engine.told == ["start a", "abort a", "start b", "close"]
+
+
+async def test_a_refusal_concerns_one_request() -> None:
+    async with running(lambda: TransformersEngine(tiny_llama())) as loop:
+        with pytest.raises(ContextLengthError, match=f"at most {CONTEXT - 1} fit"):
+            async with loop.generate(request("a", prompt(CONTEXT))) as outputs:
+                await anext(outputs)
+        async with loop.generate(request("b", prompt(3), max_tokens=2)) as outputs:
+            assert len([output async for output in outputs]) == 2
+
+
+async def test_feed_reaches_the_engine_and_its_refusal_the_reader() -> None:
+    open_request = EngineRequest(id="a", ids=[1, 2], sampling=Sampling(max_tokens=3), open=True)
+    async with running(lambda: TransformersEngine(tiny_llama())) as loop:
+        async with loop.generate(open_request) as outputs:
+            outputs.feed(torch.zeros(4, HIDDEN), done=False)
+            outputs.feed(torch.zeros(4, HIDDEN), done=True)
+            assert len([output async for output in outputs]) == 3
+        with pytest.raises(ContextLengthError):
+            async with loop.generate(open_request) as outputs:
+                outputs.feed(torch.zeros(CONTEXT, HIDDEN), done=False)
+                await anext(outputs)
+
+
+async def test_the_thread_sleeps_without_work() -> None:
+    engine = CountingEngine()
+    async with running(lambda: engine) as loop:
+        async with loop.generate(request("a", [1], max_tokens=3)) as outputs:
+            assert len([output async for output in outputs]) == 3
+        await anyio.sleep(0.02)
+        assert engine.num_steps == 3
+        assert loop.stats.num_running == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_an_engine_that_raises_breaks_the_loop_for_good() -> None:
+    engine = CountingEngine()
+    cause = RuntimeError("out of memory")
+    heard: list[BaseException] = []
+    errors: list[ActorBrokenError] = []
+
+    async def generate(loop: EngineLoop, id: str) -> None:
+        with pytest.raises(ActorBrokenError, match="RuntimeError: out of memory") as raised:
+            async with loop.generate(request(id, [1], max_tokens=10**9)) as outputs:
+                async for output in outputs:
+                    if output.ids == (3,):
+                        engine.fail = cause
+        errors.append(raised.value)
+
+    async with running(lambda: engine, on_broken=heard.append) as loop:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate, loop, "a")
+            tasks.start_soon(generate, loop, "b")
+        assert heard == [cause]
+        assert loop.broken is cause
+        with pytest.raises(ActorBrokenError, match="out of memory"):
+            async with loop.generate(request("c", [1])):
+                raise AssertionError("a broken loop took a request")
+    assert len(errors) == 2
+    assert errors[0] is not errors[1]
+    assert all(error.__cause__ is cause for error in errors)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_setup_raises_what_build_raises() -> None:
+    def build() -> CountingEngine:
+        raise StartError("no such engine here")
+
+    loop = EngineLoop(build)
+    with pytest.raises(StartError, match="no such engine here"):
+        await loop.setup()
+    await loop.close()
+
+
+async def test_close_ends_open_generations_and_the_thread() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(lambda: engine)
+    await loop.setup()
+    async with loop.generate(request("a", [1], max_tokens=10**9)) as outputs:
+        await anext(outputs)
+        await loop.close()
+        with pytest.raises(UnavailableError, match="closing"):
+            [output async for output in outputs]
+    assert engine.told[-1] == "close"
+    assert not any(thread.name == "engine" for thread in threading.enumerate())
+    await loop.close()
+
+
+async def test_an_id_runs_once() -> None:
+    engine = CountingEngine()
+    async with running(lambda: engine) as loop, loop.generate(request("a", [1], max_tokens=10**9)):
+        with pytest.raises(ProtocolError, match="runs already"):
+            async with loop.generate(request("a", [1])):
+                raise AssertionError("two generations have one id")
