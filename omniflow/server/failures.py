@@ -1,0 +1,116 @@
+"""Errors as clients read them: always `{"error": {message, type, param, code}}`, never a traceback."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from omniflow.errors import InvalidInputError, NotFoundError, RequestError
+from omniflow.server.exchange import exchange_of
+
+_RETRIED_BY_CLIENTS = frozenset({408, 409, 429})
+_DEFAULT_RETRY_AFTER_S = 1.0
+
+
+class MalformedBodyError(InvalidInputError):
+    """The body is not JSON."""
+
+    code = "invalid_json"
+
+
+class BodyTooLargeError(InvalidInputError):
+    """The body is larger than the server takes."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class ModelNotFoundError(NotFoundError):
+    """`model` names none that is served here."""
+
+    code = "model_not_found"
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """The inner object of every error reply."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """The body of every error reply."""
+
+    error: ErrorDetail
+
+
+def error_body(error: RequestError) -> bytes:
+    """The JSON of `error`."""
+    return _body(str(error), error.status, error.param, error.code)
+
+
+def error_event(error: RequestError) -> bytes:
+    """`error` as a server-sent event, for a stream that has begun; clients raise on it."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def error_response(error: RequestError) -> Response:
+    """The reply for `error`, with the headers that tell a client whether and when to try again."""
+    headers: dict[str, str] = {}
+    if error.status in _RETRIED_BY_CLIENTS or error.status >= 500:
+        headers["x-should-retry"] = "true" if error.retriable else "false"
+    if error.status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or _DEFAULT_RETRY_AFTER_S)))
+    if error.status == 413:
+        headers["connection"] = "close"  # else the client goes on sending what nobody reads
+    return _response(error_body(error), error.status, headers)
+
+
+async def on_request_error(request: Request, error: Exception) -> Response:
+    """Handler for everything of the error tree that ends one request."""
+    assert isinstance(error, RequestError)
+    exchange_of(request.scope).failure = error.code
+    return error_response(error)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Handler for what routing refuses: unknown paths, methods that a path does not have."""
+    assert isinstance(error, HTTPException)
+    exchange_of(request.scope).failure = code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return _response(_body(message, error.status_code, None, code), error.status_code, dict(error.headers or {}))
+
+
+async def on_disconnect(request: Request, error: Exception) -> Response:
+    """Handler for a client that went away while it sent its body: nobody reads this reply."""
+    exchange_of(request.scope).failure = "cancelled"
+    return Response(status_code=499)
+
+
+async def on_unexpected(request: Request, error: Exception) -> Response:
+    """Handler for bugs of this server; the traceback goes to the log."""
+    exchange = exchange_of(request.scope)
+    message = f"internal error; the server's log has it under {exchange.request_id}"
+    headers = {"x-request-id": exchange.request_id, "x-should-retry": "false"}
+    return _response(_body(message, 500, None, "internal_error"), 500, headers)
+
+
+def _body(message: str, status: int, param: str | None, code: str) -> bytes:
+    return msgspec.json.encode(ErrorReply(ErrorDetail(message, _type_of(status), param, code)))
+
+
+def _type_of(status: int) -> str:
+    """The `type` that OpenAI gives to errors of this status."""
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def _response(body: bytes, status: int, headers: dict[str, str]) -> Response:
+    return Response(body, status, headers, media_type="application/json")

@@ -1,0 +1,47 @@
+"""What every endpoint shares: the runtime, the names it serves under, and what is kept between turns."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from omniflow.errors import UnsupportedError
+from omniflow.server.failures import ModelNotFoundError
+from omniflow.server.transcripts import Transcripts
+
+if TYPE_CHECKING:
+    from omniflow.runtime import Runtime
+
+
+class Service(msgspec.Struct, frozen=True):
+    """One served graph. `aliases` are further names that requests may use for `model`."""
+
+    runtime: Runtime
+    model: str
+    aliases: frozenset[str]
+    transcripts: Transcripts
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+    def require_model(self, name: str) -> None:
+        """Raises ModelNotFoundError unless this service goes by `name`."""
+        if name != self.model and name not in self.aliases:
+            raise ModelNotFoundError(f"model {name!r} is not served here; {self.model!r} is", param="model")
+
+    def require_entry(self, entry: str, what: str) -> None:
+        """Raises UnsupportedError unless the graph can be entered at `entry`; `what` is what it would take there."""
+        plan = self.runtime.plan
+        if entry not in plan.inputs:
+            known = ", ".join(sorted(plan.inputs))
+            raise UnsupportedError(f"graph {plan.name!r} takes no {what}: it has no input {entry!r}, only {known}")
+
+    def require_output(self, entry: str, output: str, param: str | None = None) -> None:
+        """Raises UnsupportedError, naming `param` and the reason, unless what enters at `entry` can give `output`."""
+        plan = self.runtime.plan
+        possible = plan.outputs_of(entry)
+        if output in possible:
+            return
+        absent = [plan.graph.absent.get(edge.source) for edge in plan.graph.outputs if edge.target_port == output]
+        reason = absent[0] if absent and absent[0] else f"from {entry} it gives {', '.join(sorted(possible))}"
+        raise UnsupportedError(f"graph {plan.name!r} gives no {output}: {reason}", param=param)

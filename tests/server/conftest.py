@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from omniflow.server.app import build_app
+
+from .scripted import ScriptedRuntime
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def runtime() -> ScriptedRuntime:
+    return ScriptedRuntime()
+
+
+@pytest.fixture
+async def client(runtime: ScriptedRuntime) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the app without a socket between them."""
+    app = build_app(runtime, model="tiny", aliases=["tiny-alias"], max_body_bytes=300_000)  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
+        yield client
