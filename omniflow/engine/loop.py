@@ -191,7 +191,7 @@ class EngineLoop:
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             generation = self._generations.get(output.id)
-            if generation is not None:
+            if generation is not None and not generation.finished:  # a refused one still gets its 'abort'
                 generation.put(output)
 
     def _refuse(self, request_id: str, error: RequestError) -> None:
