@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling
 from omniflow.engine.linear import pack_linears
@@ -167,7 +168,7 @@ class TransformersEngine:
         _check_attention(config)
         model.set_attn_implementation(ATTENTION)
         self._model = model
-        self._embedding = model.get_input_embeddings()
+        self._embedding: Any = model.get_input_embeddings()
         self._num_layers: int = config.num_hidden_layers
         self._limit: int = min(config.max_position_embeddings, kv_tokens)
         """Positions that one request can have: its inputs and all but the last of its tokens."""
@@ -200,6 +201,7 @@ class TransformersEngine:
             return
         if not row.open:
             raise ProtocolError(f"request {request_id} is not open for more input", request_id=request_id)
+        self._check_rows(request_id, rows)
         length = len(row.ids) + len(rows)
         if done and length == 0:
             raise InvalidInputError("nothing was fed: a generation needs at least 1 input", request_id=request_id)
@@ -247,12 +249,25 @@ class TransformersEngine:
             raise InvalidInputError("the prompt is empty: it needs at least 1 token", request_id=request.id)
         if request.stop and self._decode is None:
             raise ProtocolError("stop strings need an engine with `decode`", request_id=request.id)
+        if request.ids and not 0 <= min(request.ids) <= max(request.ids) < self._embedding.num_embeddings:
+            raise ProtocolError(
+                f"a token id is outside of the vocabulary of {self._embedding.num_embeddings}", request_id=request.id
+            )
+        if request.embeds is not None:
+            self._check_rows(request.id, request.embeds)
         num_rows = 0 if request.embeds is None else len(request.embeds)
         if num_rows != len(request.positions):
             raise ProtocolError(f"{num_rows} embeddings for {len(request.positions)} positions", request_id=request.id)
         if any(not 0 <= position < len(request.ids) for position in request.positions):
             raise ProtocolError("an embedding lies outside of the prompt", request_id=request.id)
         self._check_length(request.id, len(request.ids))
+
+    def _check_rows(self, request_id: str, rows: torch.Tensor) -> None:
+        width = self._embedding.embedding_dim
+        if rows.ndim != 2 or rows.shape[1] != width:
+            raise ProtocolError(
+                f"embeddings of shape {list(rows.shape)}; this model takes [n, {width}]", request_id=request_id
+            )
 
     def _check_length(self, request_id: str, length: int) -> None:
         limit = self._limit - 1
@@ -393,6 +408,7 @@ def load_engine(
     where cores are contended. Raises WeightsError where `folder` holds no decoder.
     """
     torch.set_num_threads(threads)
+    disable_progress_bar()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -201,6 +201,8 @@ def test_feed_refuses_what_does_not_fit() -> None:
         engine.feed("a", torch.zeros(0, HIDDEN), done=True)
     with pytest.raises(ContextLengthError, match="120 tokens; at most 99 fit"):
         engine.feed("a", torch.zeros(120, HIDDEN), done=False)
+    with pytest.raises(ProtocolError, match="this model takes"):
+        engine.feed("a", torch.zeros(HIDDEN), done=False)
     engine.step()
     engine.start(request("b", prompt(50), max_tokens=20))
     engine.step()
@@ -280,6 +282,13 @@ def test_max_tokens_beyond_the_cache_ends_by_length_instead_of_waiting_for_ever(
         ({"ids": []}, InvalidInputError, "the prompt is empty"),
         ({"stop": ("x",)}, ProtocolError, "`decode`"),
         ({"positions": (1,)}, ProtocolError, "0 embeddings for 1 positions"),
+        ({"ids": [5, VOCAB]}, ProtocolError, f"vocabulary of {VOCAB}"),
+        ({"ids": [-1]}, ProtocolError, f"vocabulary of {VOCAB}"),
+        (
+            {"positions": (1,), "embeds": torch.zeros(1, 3)},
+            ProtocolError,
+            rf"\[1, 3\]; this model takes \[n, {HIDDEN}\]",
+        ),
         ({"positions": (3,), "embeds": torch.zeros(1, HIDDEN)}, ProtocolError, "outside of the prompt"),
     ],
 )

@@ -1,0 +1,152 @@
+"""The thinker: a language model that answers token by token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from actors.catalogue import PACKAGED
+from actors.roles import ThinkerRole
+from actors.tokenizer import load_tokenizer
+from omniflow.actor import Context, Emit
+from omniflow.engine.base import Engine, EngineRequest, Sampling
+from omniflow.engine.loop import EngineLoop
+from omniflow.errors import InvalidInputError, StartError, WeightsError
+from omniflow.media import Generated, Options, TokenPrompt, Tokens
+from omniflow.weights import Weights, resolve
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_TEMPERATURE = 5.0
+MAX_STOPS = 16
+SEEDS = range(-(2**63), 2**64)
+"""What a torch generator takes."""
+
+
+class Thinker(ThinkerRole):
+    """A decoder-only language model; requests share a running batch.
+
+    `temperature`, `top_p`, `top_k` (0: all) and `max_tokens` hold where a request says nothing; the defaults of the
+    first two are those that SmolLM2's authors recommend. `kv_tokens` bounds the tokens of all running requests
+    together, `max_running` and `max_waiting` the number of requests; beyond them OverloadedError (429). With a `seed` a
+    request draws the same tokens alone and in any batch.
+    """
+
+    heavy = True
+
+    def __init__(
+        self,
+        *,
+        model: str = "smollm2-135m-instruct",
+        engine: Literal["transformers", "sglang"] = "transformers",
+        device: str = "cpu",
+        threads: int = 1,
+        max_tokens: int = 512,
+        temperature: float = 0.2,
+        top_p: float = 0.9,
+        top_k: int = 0,
+        max_running: int = 8,
+        max_waiting: int = 64,
+        kv_tokens: int = 16384,
+    ) -> None:
+        self._weights = resolve(model, PACKAGED)
+        self._engine = engine
+        self._device = device
+        self._threads = threads
+        self._defaults = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+        self._limits = {"max_running": max_running, "max_waiting": max_waiting, "kv_tokens": kv_tokens}
+
+    def weights(self) -> Sequence[Weights]:
+        return (self._weights,)
+
+    async def setup(self) -> None:
+        """Raises StartError for an engine that is not here, WeightsError where the model cannot be loaded."""
+        if self._engine != "transformers":
+            raise StartError(f"engine={self._engine} is not in this version of omniflow; set engine=transformers")
+        folder = self._weights.path()
+        self._defaults = msgspec.structs.replace(self._defaults, stop_token_ids=end_token_ids(folder))
+        self._loop = EngineLoop(functools.partial(self._build, folder))
+        await self._loop.setup()
+
+    async def close(self) -> None:
+        await self._loop.close()
+
+    async def run(self, prompt: TokenPrompt, emit: Emit[Tokens], ctx: Context) -> Generated:
+        request = EngineRequest(
+            id=ctx.request_id,
+            ids=prompt.ids,
+            sampling=sampling_for(ctx.options, self._defaults),
+            stop=ctx.options.stop,
+            embeds=_rows(prompt),
+            positions=prompt.positions,
+        )
+        count = 0
+        reason: Literal["stop", "length"] = "stop"
+        async with self._loop.generate(request) as outputs:
+            async for output in outputs:
+                count += len(output.ids)
+                if output.ids:
+                    await emit.send(Tokens(output.ids))
+                if output.finish_reason == "length":
+                    reason = "length"
+        return Generated(reason, len(prompt.ids), count)
+
+    def _build(self, folder: Path) -> Engine:
+        # Imports torch, so not at the top: a graph is checked and explained without it.
+        from omniflow.engine.transformers import load_engine
+
+        decode = load_tokenizer(folder).decode
+        return load_engine(folder, decode=decode, device=self._device, threads=self._threads, **self._limits)
+
+
+def sampling_for(options: Options, defaults: Sampling) -> Sampling:
+    """How to draw for a request with `options`. Raises InvalidInputError that names the field and what would pass."""
+    asked = {
+        name: value
+        for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")
+        if (value := msgspec.structs.asdict(options)[name]) is not None
+    }
+    sampling = msgspec.structs.replace(defaults, **asked)
+    _require(0 <= sampling.temperature <= MAX_TEMPERATURE, "temperature", f"from 0 to {MAX_TEMPERATURE:g}")
+    _require(0 < sampling.top_p <= 1, "top_p", "above 0 and at most 1")
+    _require(sampling.top_k >= 0, "top_k", "0 (no limit) or more")
+    _require(sampling.max_tokens >= 1, "max_tokens", "1 or more")
+    _require(sampling.seed is None or sampling.seed in SEEDS, "seed", "a 64-bit integer")
+    _require(len(options.stop) <= MAX_STOPS and all(options.stop), "stop", f"at most {MAX_STOPS} strings, none empty")
+    return sampling
+
+
+def end_token_ids(folder: Path) -> frozenset[int]:
+    """The tokens that end an answer, as the checkpoint's generation_config.json or config.json says.
+
+    Raises WeightsError where a file is broken or neither names one.
+    """
+    for name in ("generation_config.json", "config.json"):
+        try:
+            config = msgspec.json.decode((folder / name).read_bytes(), type=dict[str, object])
+            found = msgspec.convert(config.get("eos_token_id"), int | list[int] | None)
+        except FileNotFoundError:
+            continue
+        except msgspec.DecodeError as error:
+            raise WeightsError(f"{folder / name} is broken: {error}") from error
+        if found is not None:
+            return frozenset([found] if isinstance(found, int) else found)
+    raise WeightsError(f"{folder}: neither generation_config.json nor config.json names an eos_token_id")
+
+
+def _require(good: bool, param: str, wanted: str) -> None:
+    if not good:
+        raise InvalidInputError(f"{param} must be {wanted}", param=param)
+
+
+def _rows(prompt: TokenPrompt) -> torch.Tensor | None:
+    if prompt.rows is None:
+        return None
+    import torch
+
+    return torch.tensor(prompt.rows)  # a copy: the rows may be a view into memory that is lent for this call only

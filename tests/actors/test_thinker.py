@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from actors.thinker import Thinker, end_token_ids
+from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, StartError, WeightsError
+from omniflow.media import Generated, TokenPrompt, Tokens
+from tests.doubles import ListEmit, context
+from tests.engine.tiny import CONTEXT, HIDDEN, VOCAB, prompt, tiny_llama
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of random weights whose token i is written `<i>`."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama().save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [VOCAB - 1]}))
+    tokenizer = Tokenizer(models.WordLevel({f"<{id}>": id for id in range(VOCAB)}, unk_token="<0>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@asynccontextmanager
+async def started(folder: Path, **settings: object) -> AsyncIterator[Thinker]:
+    thinker = Thinker(model=str(folder), **settings)
+    await thinker.setup()
+    try:
+        yield thinker
+    finally:
+        await thinker.close()
+
+
+async def think(thinker: Thinker, ids: list[int], **options: object) -> tuple[list[int], Generated]:
+    emit: ListEmit[Tokens] = ListEmit()
+    generated = await thinker.run(TokenPrompt(ids), emit, context(**options))
+    return [id for tokens in emit.items for id in tokens.ids], generated
+
+
+async def test_tokens_come_one_by_one_and_the_end_says_how_many(folder: Path) -> None:
+    emit: ListEmit[Tokens] = ListEmit()
+    async with started(folder) as thinker:
+        generated = await thinker.run(TokenPrompt(prompt(7)), emit, context(max_tokens=5, temperature=0.0))
+    assert [len(tokens.ids) for tokens in emit.items] == [1] * 5
+    assert generated == Generated("length", 7, 5)
+
+
+async def test_settings_are_the_defaults_and_options_override_them(folder: Path) -> None:
+    async with started(folder, max_tokens=3, temperature=0.0) as thinker:
+        greedy, generated = await think(thinker, prompt(7))
+        assert generated.completion_tokens == 3
+        same, _ = await think(thinker, prompt(7), max_tokens=6)
+        assert same[:3] == greedy
+        assert len(same) == 6
+        drawn = [(await think(thinker, prompt(7), temperature=5.0, top_p=1.0, seed=seed))[0] for seed in range(3)]
+        assert len({tuple(tokens) for tokens in drawn}) > 1
+
+
+async def test_a_seed_gives_the_same_tokens_in_company(folder: Path) -> None:
+    options = {"temperature": 1.0, "seed": 11, "max_tokens": 12}
+    async with started(folder) as thinker:
+        alone, _ = await think(thinker, prompt(9), **options)
+        together: list[int] = []
+
+        async def other(number: int) -> None:
+            emit: ListEmit[Tokens] = ListEmit()
+            ctx = context(temperature=1.0, max_tokens=20)
+            await thinker.run(TokenPrompt(prompt(number + 1)), emit, type(ctx)(f"other-{number}", ctx.options, 60.0))
+
+        async def same() -> None:
+            together.extend((await think(thinker, prompt(9), **options))[0])
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(5):
+                tasks.start_soon(other, number)
+            tasks.start_soon(same)
+        assert together == alone
+
+
+async def test_the_end_token_and_stop_strings_end_with_stop(folder: Path) -> None:
+    async with started(folder, temperature=0.0) as thinker:
+        tokens, _ = await think(thinker, prompt(7), max_tokens=8)
+        cut, generated = await think(thinker, prompt(7), max_tokens=8, stop=(f"<{tokens[3]}>",))
+        assert cut == tokens[: tokens.index(tokens[3]) + 1]
+        assert generated.finish_reason == "stop"
+        thinker._defaults = type(thinker._defaults)(max_tokens=8, stop_token_ids=frozenset({tokens[2]}))
+        cut, generated = await think(thinker, prompt(7))
+        assert cut == tokens[: tokens.index(tokens[2])]
+        assert generated.finish_reason == "stop"
+
+
+async def test_rows_take_the_place_of_tokens(folder: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(2, HIDDEN), scale=0.2).astype(np.float32)
+    rows.flags.writeable = False
+    emits: list[ListEmit[Tokens]] = [ListEmit(), ListEmit()]
+    async with started(folder, temperature=0.0) as thinker:
+        await thinker.run(TokenPrompt(prompt(7)), emits[0], context())
+        await thinker.run(TokenPrompt(prompt(7), rows, (1, 6)), emits[1], context())
+    assert emits[0].items != emits[1].items
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("temperature", -0.1, "from 0 to 5"),
+        ("temperature", 5.1, "from 0 to 5"),
+        ("temperature", math.nan, "from 0 to 5"),
+        ("top_p", 0.0, "above 0 and at most 1"),
+        ("top_p", 1.1, "above 0 and at most 1"),
+        ("top_k", -1, "0 .no limit. or more"),
+        ("max_tokens", 0, "1 or more"),
+        ("seed", 2**64, "a 64-bit integer"),
+        ("stop", ("",), "at most 16 strings, none empty"),
+        ("stop", ("x",) * 17, "at most 16 strings, none empty"),
+    ],
+)
+async def test_bad_options_name_the_field_and_what_would_pass(
+    folder: Path, option: str, value: object, wanted: str
+) -> None:
+    thinker = Thinker(model=str(folder))
+    with pytest.raises(InvalidInputError, match=f"{option} must be {wanted}") as raised:
+        await think(thinker, [1], **{option: value})
+    assert raised.value.param == option
+
+
+async def test_refusals_of_the_engine_end_the_request_only(folder: Path) -> None:
+    async with started(folder, max_running=1, max_waiting=1) as thinker:
+        with pytest.raises(ContextLengthError, match=f"at most {CONTEXT - 1} fit"):
+            await think(thinker, prompt(CONTEXT))
+        refused = 0
+
+        async def ask(number: int) -> None:
+            nonlocal refused
+            ctx = context(max_tokens=30)
+            try:
+                await thinker.run(TokenPrompt(prompt(3)), ListEmit(), type(ctx)(str(number), ctx.options, 60.0))
+            except OverloadedError:
+                refused += 1
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(6):
+                tasks.start_soon(ask, number)
+        assert 0 < refused < 6
+        assert (await think(thinker, prompt(3), max_tokens=2))[1].completion_tokens == 2
+
+
+async def test_a_cancelled_run_leaves_the_batch(folder: Path) -> None:
+    async with started(folder) as thinker:
+        emit: ListEmit[Tokens] = ListEmit()
+        with anyio.move_on_after(0.05) as scope:
+            await thinker.run(TokenPrompt(prompt(3)), emit, context(max_tokens=250, temperature=5.0, seed=1))
+        assert scope.cancelled_caught or len(emit.items) > 0
+        await think(thinker, prompt(3), max_tokens=1)
+        assert thinker._loop.stats.num_running == 0
+
+
+async def test_an_engine_that_is_not_here_is_one_line() -> None:
+    with pytest.raises(StartError, match="engine=sglang is not in this version of omniflow; set engine=transformers"):
+        await Thinker(engine="sglang").setup()
+
+
+def test_end_tokens_come_from_the_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="names an eos_token_id"):
+        end_token_ids(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert end_token_ids(tmp_path) == {7}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    assert end_token_ids(tmp_path) == {2, 3}
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(WeightsError, match="is broken"):
+        end_token_ids(tmp_path)
+
+
+async def test_the_real_model_knows_the_capital_of_france() -> None:
+    thinker = Thinker(temperature=0.0, max_tokens=16)
+    folder = thinker.weights()[0].fetch()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    await thinker.setup()
+    try:
+        tokens, generated = await think(thinker, tokenizer.encode(text).ids)
+    finally:
+        await thinker.close()
+    assert "Paris" in tokenizer.decode(tokens)
+    assert generated.finish_reason == "stop"
