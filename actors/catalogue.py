@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from actors.piper import PIPER_JOE
 from actors.smollm2 import SMOLLM2_135M_INSTRUCT
 from actors.whisper import WHISPER_TINY_EN
 from omniflow.weights import PackagedWeights
 
-PACKAGED: dict[str, PackagedWeights] = {each.name: each for each in (SMOLLM2_135M_INSTRUCT, WHISPER_TINY_EN)}
+PACKAGED: dict[str, PackagedWeights] = {each.name: each for each in (SMOLLM2_135M_INSTRUCT, PIPER_JOE, WHISPER_TINY_EN)}
 """What `resolve` accepts beside `hf:owner/repo` and paths."""
