@@ -30,8 +30,9 @@ def log_mel(samples: np.ndarray, filters: np.ndarray, window_s: int) -> np.ndarr
     frames = np.lib.stride_tricks.sliding_window_view(padded, FFT_SIZE)[::HOP][: num_samples // HOP]
     hann = np.hanning(FFT_SIZE + 1)[:-1].astype(np.float32)
     power = np.abs(np.fft.rfft(frames * hann, axis=1)).astype(np.float32) ** 2
-    log: np.ndarray = np.log10(np.maximum(filters @ power.T, 1e-10))
-    return ((np.maximum(log, log.max() - 8) + 4) / 4).astype(np.float32)
+    log = np.log10(np.maximum(filters @ power.T, 1e-10))
+    scaled: np.ndarray = (np.maximum(log, log.max() - 8) + 4) / 4
+    return scaled.astype(np.float32)
 
 
 # Slaney's scale: linear up to 1 kHz (mel 15), above it 27 mels for each factor of 6.4.

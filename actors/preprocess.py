@@ -1,0 +1,142 @@
+"""Takes a conversation apart: its text, and its media decoded as encoders want them."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+
+from actors.roles import Preprocessed
+from omniflow.actor import Actor
+from omniflow.errors import InvalidInputError, UnsupportedError
+from omniflow.media import AudioPart, Chat, ImagePart, Images, Part, Prompt, TextPart, Waveforms
+
+SAMPLE_RATE_HZ = 16_000
+BLOCK_FRAMES = 1 << 18
+"""Frames decoded in one step: 5.5 s at 48 kHz; a step takes at most 60 ms."""
+FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
+MAX_CHANNELS = 8
+MIN_RATE_HZ, MAX_RATE_HZ = 4_000, 384_000
+
+
+class Preprocess(Actor):
+    """Text passes as it is, audio becomes mono float32 at 16 kHz, of images only the first bytes are looked at.
+
+    Media are numbered in the order of the conversation. Raises InvalidInputError for what cannot be decoded, for
+    an empty conversation and for more than `max_audio_s` seconds of audio, and UnsupportedError for video.
+    """
+
+    def __init__(self, *, max_audio_s: float = 600) -> None:
+        self._max_audio_s = max_audio_s
+
+    async def setup(self) -> None:
+        """Load the audio libraries, so that the first request does not wait for them (50 ms)."""
+        import soundfile  # noqa: F401
+        import soxr  # noqa: F401
+
+    async def run(self, chat: Chat) -> Preprocessed:
+        """`audio` and `image` are None where the conversation has none."""
+        if not any(_has_content(part) for message in chat.messages for part in message.parts):
+            raise _invalid("the conversation is empty; send at least one message with text, audio or an image")
+        waves: dict[int, np.ndarray] = {}
+        images: dict[int, bytes] = {}
+        messages: list[tuple[str, tuple[str | int, ...]]] = []
+        left_s = self._max_audio_s
+        for at, message in enumerate(chat.messages):
+            pieces: list[str | int] = []
+            for number, part in enumerate(message.parts):
+                where, index = f"messages[{at}].content[{number}]", len(waves) + len(images)
+                match part:
+                    case TextPart():
+                        pieces.append(part.text)
+                    case AudioPart():
+                        waves[index] = await self._decode(part.data, where, left_s)
+                        left_s -= len(waves[index]) / SAMPLE_RATE_HZ
+                        pieces.append(index)
+                    case ImagePart():
+                        images[index] = _checked_image(part.data, where)
+                        pieces.append(index)
+                    case _:
+                        raise UnsupportedError(f"{where}: this model takes no video; {_TAKES}", param="messages")
+            messages.append((message.role, tuple(pieces)))
+        return Preprocessed(
+            prompt=Prompt(tuple(messages)),
+            audio=Waveforms(list(waves.values()), tuple(waves), SAMPLE_RATE_HZ) if waves else None,
+            image=Images(list(images.values()), tuple(images)) if images else None,
+        )
+
+    async def _decode(self, data: bytes, where: str, left_s: float) -> np.ndarray:
+        clip = await self.offload(_Clip, data, where)
+        blocks: list[np.ndarray] = []
+        while not clip.ended:
+            blocks.append(await self.offload(clip.read_block))
+            if sum(map(len, blocks)) > left_s * SAMPLE_RATE_HZ:
+                raise _invalid(
+                    f"{where}: the conversation holds more than {self._max_audio_s:g} s of audio, the most here"
+                )
+        samples = np.concatenate(blocks)
+        if not len(samples):
+            raise _invalid(f"{where}: the audio holds no samples")
+        return samples
+
+
+class _Clip:
+    """An encoded clip that is decoded block by block."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        import soundfile
+        import soxr
+
+        self._where = where
+        if not data:
+            raise _invalid(f"{where}: the audio is empty (0 bytes)")
+        try:
+            self._file = soundfile.SoundFile(io.BytesIO(data))
+        except soundfile.LibsndfileError as error:
+            raise _invalid(f"{where}: the audio cannot be decoded ({error.error_string}); {_FORMATS_TAKEN}") from error
+        rate_hz, channels = self._file.samplerate, self._file.channels
+        if self._file.format not in FORMATS:
+            raise _invalid(f"{where}: audio in the format {self._file.format} is not taken; {_FORMATS_TAKEN}")
+        if not MIN_RATE_HZ <= rate_hz <= MAX_RATE_HZ or channels > MAX_CHANNELS:
+            raise _invalid(
+                f"{where}: audio of {rate_hz} Hz with {channels} channels is not taken; "
+                f"send {MIN_RATE_HZ} to {MAX_RATE_HZ} Hz and at most {MAX_CHANNELS} channels"
+            )
+        same = rate_hz == SAMPLE_RATE_HZ
+        self._resampler = None if same else soxr.ResampleStream(rate_hz, SAMPLE_RATE_HZ, 1, dtype="float32")
+        self.ended = False
+
+    def read_block(self) -> np.ndarray:
+        """The next samples, float32 [n], mono, 16 kHz."""
+        import soundfile
+
+        try:
+            frames = self._file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)
+        except soundfile.LibsndfileError as error:
+            raise _invalid(f"{self._where}: the audio is broken ({error.error_string})") from error
+        self.ended = len(frames) < BLOCK_FRAMES
+        mono: np.ndarray = frames.mean(axis=1)
+        if not np.isfinite(mono).all():
+            raise _invalid(f"{self._where}: the audio holds samples that are not numbers (NaN or infinite)")
+        if self._resampler is not None:
+            mono = self._resampler.resample_chunk(mono, last=self.ended)
+        return mono
+
+
+_TAKES = "send text, audio or images"
+_FORMATS_TAKEN = "send wav, mp3, flac or ogg"
+
+
+def _invalid(message: str) -> InvalidInputError:
+    return InvalidInputError(message, param="messages")
+
+
+def _has_content(part: Part) -> bool:
+    return not isinstance(part, TextPart) or bool(part.text.strip())
+
+
+def _checked_image(data: bytes, where: str) -> bytes:
+    is_webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
+    if is_webp or data.startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")):
+        return data
+    raise _invalid(f"{where}: the image is not a png, jpeg or webp file")
