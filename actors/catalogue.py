@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from actors.piper import PIPER_JOE
-from actors.piper import PIPER_JOE
 from actors.smollm2 import SMOLLM2_135M_INSTRUCT
 from actors.whisper import WHISPER_TINY_EN
 from omniflow.weights import PackagedWeights
