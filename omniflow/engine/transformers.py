@@ -408,7 +408,7 @@ def load_engine(
     where cores are contended. Raises WeightsError where `folder` holds no decoder.
     """
     torch.set_num_threads(threads)
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:
