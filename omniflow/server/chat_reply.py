@@ -12,6 +12,8 @@ FinishReason = Literal["stop", "length"]
 
 
 class Usage(Struct, frozen=True):
+    """Token counts of a whole request."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -44,6 +46,8 @@ class AnswerMessage(Struct, frozen=True):
 
 
 class Choice(Struct, frozen=True):
+    """The one answer."""
+
     message: AnswerMessage
     finish_reason: FinishReason
     index: int = 0
@@ -51,6 +55,8 @@ class Choice(Struct, frozen=True):
 
 
 class Completion(Struct, frozen=True):
+    """A whole reply."""
+
     id: str
     created: int
     model: str
@@ -69,12 +75,16 @@ class DeltaAudio(Struct, frozen=True, omit_defaults=True):
 
 
 class Delta(Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to the message."""
+
     role: Literal["assistant"] | None = None
     content: str | None = None
     audio: DeltaAudio | None = None
 
 
 class ChunkChoice(Struct, frozen=True):
+    """The one answer, a chunk of it; `finish_reason` is null until its end."""
+
     delta: Delta
     finish_reason: FinishReason | None = None
     index: int = 0

@@ -46,30 +46,42 @@ class InputAudio(Struct, frozen=True):
 
 
 class TextContent(Struct, frozen=True, tag="text", tag_field="type"):
+    """Text."""
+
     text: str
 
 
 class AudioContent(Struct, frozen=True, tag="input_audio", tag_field="type"):
+    """A clip, as OpenAI's clients send it."""
+
     input_audio: InputAudio
 
 
 class AudioUrlContent(Struct, frozen=True, tag="audio_url", tag_field="type"):
+    """A clip as a data URI, as clients of vLLM send it."""
+
     audio_url: Url
 
 
 class ImageContent(Struct, frozen=True, tag="image_url", tag_field="type"):
+    """An image as a data URI."""
+
     image_url: Url
 
 
 class VideoContent(Struct, frozen=True, tag="video_url", tag_field="type"):
+    """A video as a data URI, as clients of vLLM send it."""
+
     video_url: Url
 
 
 class FileContent(Struct, frozen=True, tag="file", tag_field="type"):
-    pass
+    """A file; refused."""
 
 
 class RefusalContent(Struct, frozen=True, tag="refusal", tag_field="type"):
+    """What the assistant declined to say, in an earlier turn."""
+
     refusal: str
 
 
@@ -83,6 +95,8 @@ class AudioRef(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True):
+    """One turn. An assistant's may have `audio` in place of `content`."""
+
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: str | Annotated[list[Content], Meta(min_length=1)] | None = None
     audio: AudioRef | None = None
@@ -90,6 +104,8 @@ class Message(Struct, frozen=True):
 
 
 class VoiceRef(Struct, frozen=True):
+    """A voice by its id."""
+
     id: NonEmpty
 
 
@@ -102,15 +118,21 @@ def voice_name(voice: Voice | None) -> str | None:
 
 
 class AudioOptions(Struct, frozen=True):
+    """How an answer is spoken. `format` null: wav whole, pcm16 streamed."""
+
     voice: Voice | None = None
     format: Literal["wav", "aac", "mp3", "flac", "opus", "pcm16"] | None = None
 
 
 class StreamOptions(Struct, frozen=True):
+    """What a stream tells beside the answer."""
+
     include_usage: bool | None = None
 
 
 class ResponseFormat(Struct, frozen=True):
+    """The form of the answer; only `text` is supported."""
+
     type: str
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 class StageHealth(Struct, frozen=True):
+    """One stage: the fields of the runtime's `StageStatus`."""
+
     name: str
     host: str
     state: str

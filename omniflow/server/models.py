@@ -13,6 +13,8 @@ from omniflow.server.service import Service
 
 
 class Model(Struct, frozen=True):
+    """A served model."""
+
     id: str
     created: int
     owned_by: Literal["omniflow"] = "omniflow"
@@ -20,6 +22,8 @@ class Model(Struct, frozen=True):
 
 
 class ModelList(Struct, frozen=True):
+    """All served models."""
+
     data: tuple[Model, ...]
     object: Literal["list"] = "list"
 
