@@ -1,0 +1,250 @@
+"""The commands. What they raise as an OmniflowError becomes one line on stderr and exit code 1."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import msgspec
+import typer
+from rich.text import Text
+
+from omniflow import __version__
+from omniflow.cli.chosen import Chosen, choose, layers_of, needs_of
+from omniflow.cli.doctor import examine, findings_table
+from omniflow.cli.machine import memory_bytes, num_cores, this_machine
+from omniflow.cli.models import models_table, needs_everywhere, weights_named
+from omniflow.cli.tables import cluster_text, output_console, plan_view, settings_table
+from omniflow.config import configure
+from omniflow.errors import ConfigError, OmniflowError, StartError
+from omniflow.graph import reachable_outputs
+from omniflow.loader import load_graph
+from omniflow.planner import Cluster, cluster_named
+from omniflow.planner import plan as make_plan
+from omniflow.visualize import draw_graph, draw_plan
+from omniflow.weights import fetch
+
+app = typer.Typer(
+    name="omniflow",
+    help="Serve omni-modal models as a typed dataflow graph.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+models = typer.Typer(help="The weights that graphs need: list them, fetch them.")
+app.add_typer(models, name="models")
+
+GraphName = Annotated[
+    str,
+    typer.Argument(metavar="GRAPH", help="A graph by name (ming_omni), or a file: path/to/my_graph.py[:attribute]."),
+]
+Profile = Annotated[str | None, typer.Option(help="Profile of the graph; the first one is the default.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting: stage.field, runtime.x or server.x. Repeatable."),
+]
+ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings from a TOML file.")]
+ClusterName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Plan for cpu, 1xh200, 8xh200, ...; else for this machine.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and more of the log.")] = False,
+) -> None:
+    """Serve omni-modal models as a typed dataflow graph."""
+    if version:
+        typer.echo(f"omniflow {__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def run(
+    graph: GraphName,
+    profile: Profile = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (8000); 0 takes a free one.")] = None,
+    set_: Settings = None,
+    config: ConfigFile = None,
+    single_process: Annotated[bool, typer.Option("--single-process", help="Run CPU stages in this process.")] = False,
+) -> None:
+    """Start a graph and serve it over HTTP, OpenAI-compatible. Ctrl-C or SIGTERM drains it."""
+    # Each stage computes in its own process, and they share the cores. Before a graph file loads any library.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        from omniflow.cli import serving
+    except ImportError as error:
+        raise ConfigError(f"serving needs {error.name}: run `pip install 'omniflow[server]'`") from error
+    shortcuts = {"server.host": host, "server.port": port}
+    chosen = choose(graph, profile, layers_of(config, set_ or [], shortcuts))
+    serving.refuse_taken_address(chosen.configured.server)
+    cluster = msgspec.structs.replace(this_machine(), single_process=single_process)
+    plan = make_plan(chosen.spec, cluster, chosen.configured.runtime)
+    console = output_console()
+    console.print(_headline(chosen, cluster))
+    console.print(plan_view(plan))
+    console.print()
+    fetch(need.weights for need in needs_of(chosen.spec))
+    anyio.run(serving.serve_graph, plan, chosen.configured.runtime, chosen.configured.server, console)
+
+
+@app.command()
+def check(graph: GraphName, profile: Profile = None, set_: Settings = None, config: ConfigFile = None) -> None:
+    """Prove that a graph can work: every port, every profile, every setting. Loads no weights."""
+    loaded = load_graph(graph)
+    chosen = choose(graph, profile, layers_of(config, set_ or [], {}))
+    spec = chosen.spec
+    console = output_console()
+    console.print(f"{spec.name} is sound ({len(spec.stages)} stages, {len(spec.all_edges)} edges)")
+    for name in loaded.profiles:
+        configure(loaded.spec(name))
+        console.print(Text.assemble("  profile ", (name, "bold"), f": {loaded.profiles[name].why}"))
+    for entry in spec.inputs:
+        outputs = ", ".join(reachable_outputs(spec, entry.source_port)) or "nothing under this profile"
+        console.print(Text.assemble("  input ", (entry.source_port, "bold"), f" gives {outputs}"))
+    for stage, reason in spec.absent.items():
+        console.print(Text.assemble("  without ", (stage, "bold"), f": {reason}"))
+
+
+@app.command()
+def explain(
+    graph: GraphName,
+    profile: Profile = None,
+    cluster: ClusterName = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON (schema: docs/explain.md).")] = False,
+    set_: Settings = None,
+    config: ConfigFile = None,
+) -> None:
+    """Show where each stage would run, how each edge would travel, and why. Starts nothing."""
+    chosen = choose(graph, profile, layers_of(config, set_ or [], {}))
+    placed_on = _cluster(cluster)
+    plan = make_plan(chosen.spec, placed_on, chosen.configured.runtime)
+    if as_json:
+        typer.echo(msgspec.json.format(plan.to_json(), indent=2))
+        return
+    console = output_console()
+    console.print(_headline(chosen, placed_on))
+    console.print(plan_view(plan))
+    settings = settings_table(chosen.configured)
+    if settings is not None:
+        console.print()
+        console.print(settings)
+
+
+@app.command()
+def draw(
+    graph: GraphName,
+    profile: Profile = None,
+    hosts: Annotated[bool, typer.Option("--hosts", help="Draw the plan: hosts around their stages.")] = False,
+    cluster: ClusterName = None,
+) -> None:
+    """Print a graph as a Mermaid flowchart."""
+    chosen = choose(graph, profile, [])
+    if hosts or cluster is not None:
+        typer.echo(draw_plan(make_plan(chosen.spec, _cluster(cluster))))
+    else:
+        typer.echo(draw_graph(chosen.spec))
+
+
+@models.command("list")
+def list_models(
+    graph: Annotated[str | None, typer.Argument(metavar="[GRAPH]", help="Only what this graph needs.")] = None,
+    profile: Profile = None,
+) -> None:
+    """Show the weights that graphs need, and which of them are on this machine."""
+    needs = needs_of(choose(graph, profile, []).spec) if graph else needs_everywhere()
+    output_console().print(models_table(needs) if needs else "no weights are needed")
+
+
+@models.command("fetch")
+def fetch_models(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[GRAPH|NAME]...", help="Graphs, names of weights, or hf:owner/repo[@revision]."),
+    ] = None,
+    profile: Profile = None,
+) -> None:
+    """Fetch the weights of graphs (or single ones) that are not on this machine yet."""
+    console = output_console()
+    for weights in weights_named(what or [], profile):
+        (folder,) = fetch([weights])
+        console.print(Text.assemble((weights.name, "bold"), f"  {folder}"), soft_wrap=True)
+
+
+@app.command()
+def doctor() -> None:
+    """Look at this machine and this installation, and say what each finding means."""
+    findings = examine()
+    output_console().print(findings_table(findings))
+    if any(finding.verdict == "missing" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _cluster(name: str | None) -> Cluster:
+    if name is None:
+        return this_machine()
+    return cluster_named(name, cpu_cores=num_cores(), memory_bytes=memory_bytes())
+
+
+def _headline(chosen: Chosen, cluster: Cluster) -> Text:
+    return Text.assemble(
+        (chosen.spec.name, "bold"), f" on {cluster_text(cluster)}\n", (chosen.why, "bold"), "\n", no_wrap=False
+    )
+
+
+def run_command_line(arguments: list[str] | None = None) -> int:
+    """Run one command; returns its exit code: 0, 1 for an error, 2 for a wrong command line, 130 for Ctrl-C."""
+    given = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in given
+    # Before the command: it stands for all of them, so it may come after their names as well.
+    ordered = ["--debug", *(argument for argument in given if argument != "--debug")] if debug else given
+    logging.basicConfig(level=logging.INFO if debug else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        code = app(ordered, prog_name="omniflow", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except typer.TyperException as error:
+        context = vars(error).get("ctx")
+        command = context.command_path if isinstance(context, typer.Context) else "omniflow"
+        _say_error(f"{error.format_message().rstrip('.')}; see `{command} --help`")
+        return error.exit_code
+    except typer.Abort:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has gone; the interpreter must not fail when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OmniflowError as error:
+        return _failed(error, debug)
+    except Exception as error:  # noqa: BLE001 - the last boundary: a bug of ours is one line too, unless asked for more
+        return _failed_by_bug(error, debug)
+
+
+def _failed(error: OmniflowError, debug: bool) -> int:
+    from_process = error.detail if isinstance(error, StartError) else ""
+    if debug and from_process:
+        typer.echo(from_process, err=True)
+    elif debug:
+        traceback.print_exception(error)
+    _say_error(f"{error} (--debug shows the traceback)" if from_process and not debug else str(error))
+    return 1
+
+
+def _failed_by_bug(error: Exception, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    _say_error(f"{type(error).__name__}: {error}; this is a bug in omniflow: please report it with what --debug shows")
+    return 1
+
+
+def _say_error(text: str) -> None:
+    line = " ".join(text.split())
+    output_console(stderr=True).print(Text.assemble(("error: ", "bold red"), line), soft_wrap=True)

@@ -1,0 +1,88 @@
+"""What the arguments of a command choose: a graph, its profile, its settings, and the weights that its stages need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from omniflow.config import Configured, Layer, configure, environment_layer, file_layer, set_layer
+from omniflow.errors import OmniflowError, StartError
+from omniflow.graph import Graph, GraphSpec
+from omniflow.loader import load_graph
+from omniflow.weights import Weights
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """A graph under a profile with all settings applied; `why` is the line that says which profile, and why."""
+
+    configured: Configured
+    why: str
+
+    @property
+    def spec(self) -> GraphSpec:
+        """The graph with its settings."""
+        return self.configured.spec
+
+
+def choose(reference: str, profile: str | None, layers: Sequence[Layer]) -> Chosen:
+    """Load the graph that `reference` names and apply `layers` to it. Raises GraphError or ConfigError."""
+    graph = load_graph(reference)
+    spec = graph.spec(profile)
+    return Chosen(configure(spec, layers), _why(graph, spec, asked=profile is not None))
+
+
+def layers_of(config: Path | None, pairs: Sequence[str], shortcuts: dict[str, Any]) -> list[Layer]:
+    """The layers of settings, weakest first: file, environment, command line (`shortcuts` are options like --port)."""
+    given = {key: value for key, value in shortcuts.items() if value is not None}
+    command_line = set_layer(pairs)
+    return [
+        *([file_layer(config)] if config else []),
+        environment_layer(os.environ),
+        Layer(command_line.source, command_line.values | given),
+    ]
+
+
+def _why(graph: Graph, spec: GraphSpec, *, asked: bool) -> str:
+    if spec.profile is None:
+        return f"{spec.name} has no profiles: its stages name their actors themselves"
+    others = [name for name in graph.profiles if name != spec.profile.name]
+    if asked:
+        reason = "by --profile"
+    elif others:
+        reason = f"the default; --profile takes {', '.join(others)} too"
+    else:
+        reason = f"the only one of {spec.name}"
+    return f"profile {spec.profile.name} ({reason}): {spec.profile.why}"
+
+
+class Need(msgspec.Struct, frozen=True):
+    """Weights, and the stages that read them."""
+
+    weights: Weights
+    stages: tuple[str, ...]
+
+
+def needs_of(spec: GraphSpec) -> list[Need]:
+    """The weights of a graph's stages, each once, in the order of the stages."""
+    found: dict[str, Need] = {}
+    for stage in spec.stages:
+        if stage.name in spec.absent:
+            continue
+        try:
+            declared = stage.actor(**stage.settings).weights()
+        except OmniflowError as error:
+            error.stage = error.stage or stage.name
+            raise
+        except Exception as error:  # the boundary to actor code, which may raise anything
+            raise StartError(
+                f"{stage.actor.__name__} cannot say what weights it needs: {type(error).__name__}: {error}",
+                stage=stage.name,
+            ) from error
+        for each in declared:
+            stages = found[each.name].stages if each.name in found else ()
+            found[each.name] = Need(each, (*stages, stage.name))
+    return list(found.values())

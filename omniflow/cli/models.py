@@ -1,0 +1,70 @@
+"""The weights of all graphs that ship, and what of them is here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from omniflow.cli.chosen import Need, choose, needs_of
+from omniflow.cli.tables import new_table, size_text
+from omniflow.config import configure
+from omniflow.loader import load_graph, shipped_graphs
+from omniflow.weights import PackagedWeights, Weights, resolve
+
+_STATUS_STYLES = {"present": "green", "missing": "yellow", "broken": "red"}
+
+
+def needs_everywhere() -> list[Need]:
+    """The weights of every graph that ships, under all of its profiles; each once."""
+    found: dict[str, Need] = {}
+    for name in shipped_graphs():
+        graph = load_graph(name)
+        for profile in graph.profiles or [None]:
+            for need in needs_of(configure(graph.spec(profile)).spec):
+                found.setdefault(need.weights.name, need)
+    return list(found.values())
+
+
+def weights_named(names: Sequence[str], profile: str | None) -> list[Weights]:
+    """The weights that `names` (graphs, weights, hf:owner/repo) stand for; of all graphs where there are none.
+
+    Raises GraphError or WeightsError for a name that is neither.
+    """
+    if not names:
+        return [need.weights for need in needs_everywhere()]
+    shipped = shipped_graphs()
+    found: dict[str, Weights] = {}
+    for name in names:
+        if name in shipped or ".py" in name:
+            each: Iterable[Weights] = [need.weights for need in needs_of(choose(name, profile, []).spec)]
+        else:
+            each = [_single(name)]
+        found |= {weights.name: weights for weights in each}
+    return list(found.values())
+
+
+def _single(name: str) -> Weights:
+    if name.startswith("hf:"):
+        return resolve(name, {})
+    known = [need.weights for need in needs_everywhere()]
+    return resolve(name, {weights.name: weights for weights in known if isinstance(weights, PackagedWeights)})
+
+
+def models_table(needs: Iterable[Need]) -> Table:
+    """One row for each weights: name, state, size, where from, which stages read them."""
+    table = new_table("weights", "from", "state", "size", "stages")
+    table.columns[3].justify = "right"
+    table.columns[4].no_wrap = False
+    for need in needs:
+        state = need.weights.state()
+        size = size_text(state.size_bytes) if state.size_bytes else "?"
+        table.add_row(
+            Text(state.name, style="bold"),
+            state.source,
+            Text(state.status, style=_STATUS_STYLES[state.status]),
+            size,
+            ", ".join(need.stages),
+        )
+    return table

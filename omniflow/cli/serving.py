@@ -1,0 +1,176 @@
+"""`omniflow run` from a plan to the end of its server: start, serve until told to stop, drain."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+
+import anyio
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from omniflow.config import RuntimeConfig, ServerConfig
+from omniflow.errors import ConfigError, StartError
+from omniflow.planner import Plan
+from omniflow.runtime import Runtime
+from omniflow.server.app import build_app
+from omniflow.server.scopes import unwrapped
+from omniflow.server.serve import Address, serve
+
+_STATE_STYLES = {"ready": "green", "failed": "bold red", "down": "red", "stopped": "red"}
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses to listen on that are none to call, and what to call instead."""
+
+
+async def serve_graph(plan: Plan, runtime_config: RuntimeConfig, config: ServerConfig, console: Console) -> None:
+    """Serve `plan` until SIGTERM or SIGINT, then drain it; a second signal stops it at once.
+
+    The socket is open while the stages start: /live and /ready answer, requests get a 503. Raises StartError, naming
+    the stage, where the graph cannot start or fails for good.
+    """
+    runtime = Runtime(plan, runtime_config)
+    app = build_app(runtime, model=config.model or plan.name, max_body_bytes=config.max_body_bytes)
+    stopping = anyio.Event()
+    failure = None
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals, unwrapped():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_obey, signals, runtime, stopping, tasks.cancel_scope, console)
+            async with serve(app, host=config.host, port=config.port) as address, _started(runtime, console):
+                _announce(plan, config, address, console)
+                failure = await _stopped_or_failed(runtime, stopping)
+                if failure is None:
+                    await runtime.drain()
+            tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
+def refuse_taken_address(config: ServerConfig) -> None:
+    """Raises ConfigError where the address cannot be listened on: before anything is fetched or loaded."""
+    where = f"{config.host}:{config.port}"
+    try:
+        # `serve` binds again, once there is a runtime to serve.
+        socket.create_server(
+            (config.host, config.port), family=socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        ).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            what = "is in use; stop what listens there, or choose another --port (0 takes a free one)"
+            raise ConfigError(f"{where} {what}") from None
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --host or --port") from None
+
+
+async def _obey(
+    signals: AsyncIterable[signal.Signals],
+    runtime: Runtime,
+    stopping: anyio.Event,
+    everything: anyio.CancelScope,
+    console: Console,
+) -> None:
+    async for received in signals:
+        if stopping.is_set() or runtime.state == "starting":
+            console.print(f"{received.name}: stopping now")
+            everything.cancel()
+            continue
+        num_running = runtime.status().in_flight
+        if num_running:
+            within = f"within {runtime.config.drain_s:g} s; a second signal stops now"
+            console.print(f"{received.name}: {num_running} under way, which may end {within}")
+        else:
+            console.print(f"{received.name}: stopping")
+        stopping.set()
+
+
+async def _stopped_or_failed(runtime: Runtime, stopping: anyio.Event) -> StartError | None:
+    """Waits until somebody asks to stop (None), or the graph has failed for good."""
+    failure: StartError | None = None
+
+    async def watch() -> None:
+        nonlocal failure
+        failure = await runtime.wait_failed()
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        await stopping.wait()
+        tasks.cancel_scope.cancel()
+    return failure
+
+
+@asynccontextmanager
+async def _started(runtime: Runtime, console: Console) -> AsyncIterator[None]:
+    """The runtime, running; each stage is shown while it starts."""
+    stages = _Starting(runtime)
+    async with AsyncExitStack() as running:
+        try:
+            with _errors_only("omniflow.supervisor"), Live(stages, console=console, transient=True):
+                await running.enter_async_context(runtime)
+        finally:
+            console.print(stages)
+        yield
+
+
+@contextmanager
+def _errors_only(logger: str) -> Iterator[None]:
+    """A host that dies while it starts ends the command with its own error: a warning would say it twice."""
+
+    def loud(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logging.getLogger(logger).addFilter(loud)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).removeFilter(loud)
+
+
+class _Starting:
+    """One line a stage while the runtime starts. Drawn from rich's own thread, which only reads."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._began = time.monotonic()
+
+    def __rich__(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for stage in self._runtime.status().stages:
+            seconds = self._runtime.stage_seconds.get(stage.name)
+            if seconds is not None:
+                state = Text(f"ready in {seconds:.1f} s", style="green")
+            elif stage.state in ("starting", "ready"):
+                state = Text(f"starting, {time.monotonic() - self._began:.0f} s", style="dim")
+            else:
+                state = Text(stage.state, style="bold red")
+            process = Text(f"process {stage.pid}" if stage.pid else "", style="dim")
+            table.add_row(Text(stage.name, style="bold"), state, process)
+        return table
+
+
+def _announce(plan: Plan, config: ServerConfig, address: Address, console: Console) -> None:
+    url = Address(_EVERYWHERE.get(address.host, address.host), address.port).url
+    model = config.model or plan.name
+    console.print(
+        Text.assemble("\n", (model, "bold"), " is ready at ", (address.url, "bold green"), " (Ctrl-C stops it)")
+    )
+    for what, line in _calls(plan, model, url):
+        console.print(Text.assemble("\n", (f"# {what}", "dim"), "\n", line), soft_wrap=True)
+    console.print()
+
+
+def _calls(plan: Plan, model: str, url: str) -> Iterator[tuple[str, str]]:
+    """Lines for a shell that call what this graph can do."""
+    post = "-H 'Content-Type: application/json' -d"
+    if "speech" in plan.inputs and "audio" in plan.outputs_of("speech"):
+        body: dict[str, object] = {"model": model, "input": "Hello there.", "response_format": "wav"}
+        yield "speech", f"curl -s {url}/v1/audio/speech {post} '{json.dumps(body)}' -o hello.wav"
+    if "chat" in plan.inputs and "text" in plan.outputs_of("chat"):
+        body = {"model": model, "messages": [{"role": "user", "content": "Who are you?"}]}
+        yield "chat", f"curl -s {url}/v1/chat/completions {post} '{json.dumps(body)}'"

@@ -1,0 +1,145 @@
+"""Plans as people read them: rich tables that fit into 80 columns, and say each reason once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import msgspec
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from omniflow.config import Configured
+from omniflow.graph import CLIENT, type_name
+from omniflow.planner import Cluster, Plan, PlannedEdge, PlannedHost
+
+PIPED_WIDTH = 100
+"""Columns where the output is no terminal and COLUMNS is not set: every edge of our graphs fits on one line."""
+_TRANSPORT_STYLES = {"local_object": "green", "arrow_shm": "cyan", "cuda_ipc": "magenta", "nccl": "magenta"}
+
+
+def output_console(*, stderr: bool = False) -> Console:
+    """A console on stdout (or stderr) that leaves our text as it is: no guessed colours, no markup."""
+    stream = sys.stderr if stderr else sys.stdout
+    piped = not stream.isatty() and "COLUMNS" not in os.environ
+    return Console(stderr=stderr, highlight=False, markup=False, width=PIPED_WIDTH if piped else None)
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """The whole plan: hosts, edges, the reasons of their transports, and what the profile leaves out."""
+    reasons = list(dict.fromkeys(edge.reason for edge in plan.edges))
+    parts: list[RenderableType] = [hosts_table(plan), "", edges_table(plan, reasons), "", _reasons_table(reasons)]
+    if plan.graph.absent:
+        parts += ["", *_absent_lines(plan)]
+    return Group(*parts)
+
+
+def hosts_table(plan: Plan) -> Table:
+    """One row a host: stages, devices, memory, restart strategy; below them, why these stages are together."""
+    table = new_table("host", "stages", "device", "memory", "restart")
+    table.columns[3].justify = "right"
+    for host in plan.hosts:
+        stages = Text(", ".join(host.stages))
+        stages.append(f"\n{host.reason}", style="dim")
+        name = Text(host.name, style="bold")
+        if not host.process:
+            name.append("\nno process\nof its own", style="dim")
+        table.add_row(name, stages, "\n".join(host.devices), size_text(host.budget_bytes), _restart(host))
+    return table
+
+
+def edges_table(plan: Plan, reasons: list[str]) -> Table:
+    """One row an edge: what it joins and carries, its kind with its bound, its transport, and the reason's number."""
+    table = new_table("edge", "carries", "kind", "transport", "why")
+    table.columns[4].justify = "right"
+    for edge in plan.edges:
+        ends = Text(f"{_end(edge.source, edge.source_port)} → {_end(edge.target, edge.target_port)}")
+        transport = Text(edge.transport, style=_TRANSPORT_STYLES[edge.transport])
+        table.add_row(ends, type_name(edge.type), _kind(edge), transport, str(reasons.index(edge.reason) + 1))
+    return table
+
+
+def settings_table(configured: Configured) -> Table | None:
+    """Values that somebody chose, with where they came from; None where there are none."""
+    values = _values(configured)
+    chosen = {key: origin for key, origin in configured.origins.items() if origin != "graph" and key in values}
+    if not chosen:
+        return None
+    table = new_table("setting", "value", "from")
+    for key, origin in sorted(chosen.items()):
+        table.add_row(key, values[key], Text(origin, style="dim"))
+    return table
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """'cpu: 2 cores, 7.8 GiB' or '8xh200: 128 cores, 8 x H200 with 134 GiB'."""
+    parts = [f"{cluster.cpu_cores} core{'s' if cluster.cpu_cores != 1 else ''}"]
+    if cluster.memory_bytes:
+        parts.append(size_text(cluster.memory_bytes))
+    kinds = [(gpu.model, size_text(gpu.memory_bytes)) for gpu in cluster.gpus]
+    parts += [f"{kinds.count(kind)} x {kind[0]} with {kind[1]}" for kind in dict.fromkeys(kinds)]
+    return f"{cluster.name}: {', '.join(parts)}"
+
+
+def size_text(size: int) -> str:
+    """Bytes as people read them, in units of 1024; '-' for none."""
+    if size == 0:
+        return "-"
+    value, units = float(size), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        del units[0]
+    return f"{value:.1f} {units[0]}" if value < 10 and units[0] != "B" else f"{value:.0f} {units[0]}"
+
+
+def new_table(*columns: str) -> Table:
+    """An open table; only its first two columns may break over lines."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", border_style="dim")
+    for index, name in enumerate(columns):
+        table.add_column(name, no_wrap=index > 1, overflow="fold")
+    return table
+
+
+def _reasons_table(reasons: list[str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for number, reason in enumerate(reasons, 1):
+        table.add_row(Text(f"{number}", style="bold"), Text(reason, style="dim"))
+    return table
+
+
+def _absent_lines(plan: Plan) -> Iterator[Text]:
+    for stage, reason in plan.graph.absent.items():
+        yield Text.assemble("without ", (stage, "bold"), f": {reason}", style="yellow")
+
+
+def _end(stage: str, port: str) -> str:
+    return f"({port})" if stage == CLIENT else f"{stage}.{port}"
+
+
+def _kind(edge: PlannedEdge) -> str:
+    if edge.kind != "stream":
+        return edge.kind
+    return f"stream {edge.bound}" + (f" loop {edge.loop}" if edge.loop is not None else "")
+
+
+def _restart(host: PlannedHost) -> str:
+    restart = host.restart
+    if restart.strategy == "stop":
+        return "stop"
+    return f"{restart.strategy}\n{restart.max_restarts} in {restart.within_s:g} s"
+
+
+def _values(configured: Configured) -> dict[str, str]:
+    """Every setting of the graph as text, by its key."""
+    found: dict[str, object] = {}
+    for stage in configured.spec.stages:
+        fields: dict[str, object] = msgspec.structs.asdict(stage)
+        fields["memory"] = size_text(stage.memory.total_bytes)
+        fields["restart"] = stage.restart.strategy if stage.restart else "stop"
+        found |= {f"{stage.name}.{key}": value for key, value in (fields | stage.settings).items()}
+    for table, values in (("runtime", configured.runtime), ("server", configured.server)):
+        found |= {f"{table}.{key}": value for key, value in msgspec.structs.asdict(values).items()}
+    return {key: str(value) for key, value in found.items()}
