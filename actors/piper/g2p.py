@@ -6,6 +6,7 @@ Words come from `actors.piper.spoken`; their sounds from the lexicons, the part-
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sqlite3
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from actors.piper.voice import PAUSES
 
 INITIALISMS = frozenset({"US", "UN", "MIT", "ID", "OK"})
 """Spelled although the lexicon has a word of these letters; only where they are written in capitals."""
-LONGEST_INITIALISM = 5
-"""Letters; an unknown word in capitals that is longer is read as a word."""
+LONGEST_INITIALISM = 4
+"""Letters; a longer unknown word in capitals is read as a word, if it has a vowel."""
 LONGEST_WORD = 24
 """Letters; what is longer is no English word and is read in pieces, so that a guess takes < 5 ms."""
 VOWELS = "aeiouæɐɑɒɔəɚɛɜɪʊʌᵻ"
@@ -51,8 +52,8 @@ class EnglishPhonemes:
         sounds: list[str] = []
         for before, token, after in zip(["", *tokens], tokens, [*tokens[1:], ""], strict=False):
             if token in PAUSES:
-                if sounds:
-                    sounds[-1] = sounds[-1].rstrip(PAUSES) + token
+                if sounds and sounds[-1][-1] not in PAUSES:
+                    sounds[-1] += token
             elif token == "A" and (_is_letter(after) or before.isalpha()):
                 next(tags)
                 sounds.append(LETTER_A)
@@ -62,19 +63,18 @@ class EnglishPhonemes:
 
     def _word(self, word: str, tag: str) -> str:
         known = self._known(word.lower(), tag)
-        if (word in INITIALISMS or not known) and word.isupper() and len(word) <= LONGEST_INITIALISM:
-            return self._spelled(word)
-        if known:
+        if known and word not in INITIALISMS:
             return known
-        parts = re.split(r"(?<=[a-z])(?=[A-Z])", word)
-        if len(word) > LONGEST_WORD and len(parts) == 1:
-            parts = [word[at : at + LONGEST_WORD] for at in range(0, len(word), LONGEST_WORD)]
-        if len(parts) > 1:
-            return " ".join(self._word(part, tag) for part in parts if part.strip("'"))
-        stem, mark, ending = word.partition("'")
-        if mark and ending.lower() == "s":
+        stem, _, ending = word.rpartition("'")
+        if stem and ending in ("s", "S"):
             return _possessive(self._word(stem, tag))
-        guess = "".join(self._guess(word.lower().replace("'", "")))
+        letters = word.replace("'", "")
+        if (letters.isupper() and len(letters) <= LONGEST_INITIALISM) or _is_unpronounceable(letters):
+            return self._spelled(letters)
+        parts = [part for part in re.split(rf"(?<=[a-z])(?=[A-Z])|(.{{{LONGEST_WORD}}})", letters) if part]
+        if len(parts) > 1:
+            return " ".join(self._word(part, tag) for part in parts)
+        guess = "".join(self._guess(letters.lower())) or self._spelled(letters)
         return guess if "ˈ" in guess else re.sub(f"(?=[{VOWELS}])", "ˈ", guess, count=1)
 
     def _known(self, word: str, tag: str) -> str | None:
@@ -83,20 +83,24 @@ class EnglishPhonemes:
         return UNSTRESSED.get(word) or as_tagged or self._lexicon.get(word)
 
     def _spelled(self, letters: str) -> str:
-        names = [LETTER_A if letter == "A" else self._lexicon[letter.lower()] for letter in letters]
+        names = [LETTER_A if letter in "aA" else self._lexicon[letter.lower()] for letter in letters]
         return "".join([*(name.replace("ˈ", "ˌ") for name in names[:-1]), names[-1]])
 
 
 def _lexicon(path: Path) -> dict[str, str]:
-    with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as database:
-        rows = database.execute("SELECT word, phonemes FROM word_phonemes WHERE role = '' ORDER BY pron_order DESC")
-        return {word: _in_isolation(word, phonemes.replace(" ", "")) for word, phonemes in rows}
+    rows = _rows(path, "SELECT word, phonemes FROM word_phonemes WHERE role = '' ORDER BY pron_order DESC")
+    return {word: _in_isolation(word, phonemes.replace(" ", "")) for word, phonemes in rows}
+
+
+def _rows(path: Path, query: str) -> list[tuple[str, ...]]:
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        return database.execute(query).fetchall()
 
 
 def _in_isolation(word: str, phonemes: str) -> str:
     """Undo how a word's end was bent by its neighbour: eSpeak was given the list of words as one running text.
 
-    So "cabin" ends in the sound of "sing" before "cabinet", and "at" in a flap before a vowel.
+    So "cabin" ends in the sound of "sing" before "cabinet", "at" in a flap before a vowel, "rama" in an r before an r.
     """
     if phonemes.endswith("ŋ") and "ng" not in word[-4:]:
         return phonemes[:-1] + "n"
@@ -104,17 +108,18 @@ def _in_isolation(word: str, phonemes: str) -> str:
         return phonemes[:-1] + ("d" if word.rstrip("e").endswith("d") else "t")
     if phonemes.endswith("ɚɹ"):
         return phonemes[:-1]
+    if phonemes.endswith("ɚ") and "r" not in word[-3:]:
+        return phonemes[:-1] + "ə"
     return phonemes
 
 
 def _homographs(path: Path) -> dict[str, dict[str, str]]:
     """Words that sound differently as noun, verb, ...: word -> part of speech -> phonemes in eSpeak's notation."""
     found: dict[str, dict[str, str]] = {}
-    with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as database:
-        rows = database.execute("SELECT word, role, phonemes FROM word_phonemes WHERE role != '' ORDER BY pron_order")
-        for word, role, phonemes in rows:
-            by_tag = found.setdefault(word, {})
-            by_tag.setdefault(role.removeprefix("gruut:"), _from_gruut(phonemes.replace(" ", "")))
+    rows = _rows(path, "SELECT word, role, phonemes FROM word_phonemes WHERE role != '' ORDER BY pron_order")
+    for word, role, phonemes in rows:
+        by_tag = found.setdefault(word, {})
+        by_tag.setdefault(role.removeprefix("gruut:"), _from_gruut(phonemes.replace(" ", "")))
     return {word: by_tag for word, by_tag in found.items() if len(set(by_tag.values())) > 1}
 
 
@@ -127,6 +132,10 @@ def _from_gruut(phonemes: str) -> str:
 
 def _is_letter(token: str) -> bool:
     return len(token) == 1 and token.isupper()
+
+
+def _is_unpronounceable(letters: str) -> bool:
+    return len(letters) <= LONGEST_WORD and not set(letters.lower()) & set("aeiouy")
 
 
 def _possessive(phonemes: str) -> str:

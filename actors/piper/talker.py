@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 SLOWEST, FASTEST = 0.25, 4.0
 """Bounds of `speed`, as OpenAI has them."""
+LONGEST_TEXT = 1000
+"""Characters that become phonemes in a step: 10 ms for prose, at worst 80 ms."""
 LONGEST_PIECE = 160
 """Phonemes in a piece: about 7 s of speech. The encoder's work grows with the square; here it takes 75 ms."""
 FIRST_FRAMES, MOST_FRAMES = 32, 128
@@ -56,9 +59,11 @@ class PiperTalker(Actor):
         return (self._weights,)
 
     async def setup(self) -> None:
-        """Load the voice and the dictionary."""
+        """Load the voice and the dictionary (0.8 s), and run once, which spares the first request 70 ms."""
         self._acoustics = await self.offload(Acoustics, self._weights.path())
         self._phonemes = await self.offload(_load_phonemes)
+        prior = await self.offload(self._acoustics.prior, self._phonemes("Ready."), 1.0, np.random.default_rng(0))
+        await self.offload(self._acoustics.frames, prior, 0, FIRST_FRAMES)
 
     async def run(self, segments: Stream[Segment], emit: Emit[Latents], ctx: Context) -> None:
         """See the class. A step keeps a core busy for at most 80 ms."""
@@ -68,7 +73,8 @@ class PiperTalker(Actor):
         sizes = itertools.chain((FIRST_FRAMES, 2 * FIRST_FRAMES), itertools.repeat(MOST_FRAMES))
         has_spoken = False
         async for segment in segments:
-            pieces = pieces_of(await self.offload(self._phonemes, segment.text))
+            parts = textwrap.wrap(segment.text, LONGEST_TEXT, replace_whitespace=False, break_on_hyphens=False)
+            pieces = [piece for part in parts for piece in pieces_of(await self.offload(self._phonemes, part))]
             has_spoken = has_spoken or len(pieces) > 0
             for number, piece in enumerate(pieces, 1):
                 prior = await self.offload(self._acoustics.prior, piece, speed, rng)

@@ -59,8 +59,9 @@ class PiperVocoder(Actor):
         return (self._weights,)
 
     async def setup(self) -> None:
-        """Load the decoder."""
+        """Load the decoder, and run it once."""
         self._decoder = await self.offload(PiperDecoder, self._weights.path())
+        await self.offload(self._decoder.decode, np.zeros((FIRST_FRAMES, NUM_CHANNELS), np.float32))
 
     async def run(self, latents: Stream[Latents], emit: Emit[AudioChunk]) -> None:
         """See the class. A step keeps a core busy for at most 75 ms, so that first chunks of others get their turn."""
@@ -70,8 +71,10 @@ class PiperVocoder(Actor):
         size = next(sizes)
         state = decoder.init()
         waiting = np.zeros((0, decoder.num_features), np.float32)
+        is_whole = True
         async for part in latents:
             waiting = np.concatenate([waiting, part.frames])
+            is_whole = part.last
             while part.last or len(waiting) >= size:
                 frames, waiting = waiting[:size], waiting[size:]
                 last = part.last and len(waiting) == 0
@@ -82,7 +85,7 @@ class PiperVocoder(Actor):
                 if last:
                     state = decoder.init()
                     break
-        if len(waiting):
+        if not is_whole:
             raise ProtocolError("the frames ended amid a segment: its last `Latents` is not marked as such")
         rest = resampler.resample_chunk(np.zeros(0, np.float32), last=True)
         if len(rest):
