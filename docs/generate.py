@@ -1,8 +1,12 @@
-"""Writes the generated pages: docs/config.md from the settings' own types. `make docs` runs it; a test compares."""
+"""Writes what is generated: docs/config.md from the settings' own types, and the picture of the graph in README.md.
+
+`make docs` runs it; a test compares.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +18,10 @@ from msgspec import Meta
 from omniflow.config import RuntimeConfig, ServerConfig, settings_of
 from omniflow.graph import STAGE_FIELDS, GraphSpec, Stage
 from omniflow.loader import load_graph
+from omniflow.visualize import draw_graph
 
 DOCS = Path(__file__).parent
+README = DOCS.parent / "README.md"
 
 HEAD = """# Settings
 
@@ -57,6 +63,12 @@ def config_page() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def readme_page() -> str:
+    """The text of README.md with the picture of the graph as it is now."""
+    picture = f"```mermaid\n{draw_graph(load_graph('ming_omni').spec())}\n```"
+    return re.sub(r"```mermaid\n.*?```", lambda _: picture, README.read_text(), count=1, flags=re.DOTALL)
+
+
 def _config_rows(table: str, config: type[msgspec.Struct]) -> Iterator[str]:
     yield from ("| setting | type | default | |", "|---|---|---|---|")
     hints = typing.get_type_hints(config, include_extras=True)
@@ -96,7 +108,9 @@ def _type(hint: Any) -> str:
     """A type as a reader writes it, with its limits."""
     if typing.get_origin(hint) is Annotated:
         inner, *extras = typing.get_args(hint)
-        return ", ".join([_type(inner), *(limit for meta in extras if isinstance(meta, Meta) for limit in _limits(meta))])
+        return ", ".join(
+            [_type(inner), *(limit for meta in extras if isinstance(meta, Meta) for limit in _limits(meta))]
+        )
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(hint))
     text = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
@@ -123,3 +137,4 @@ def _value(value: Any) -> str:
 
 if __name__ == "__main__":
     (DOCS / "config.md").write_text(config_page())
+    README.write_text(readme_page())

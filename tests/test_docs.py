@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
+import typer.core
 import typer.main
+
+from omniflow import cluster_named, plan
+from omniflow.cli.app import app
+from omniflow.loader import load_graph
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -101,28 +105,22 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 def commands(page: Path) -> list[list[str]]:
     """Command lines of ours that a page shows, in blocks and in the text."""
-    shown = [line for code, _ in blocks(page, "bash", "sh", "console") for line in code.splitlines()]
-    shown += re.findall(r"`((?:omniflow|make) [^`\n]+)`", page.read_text())
-    words = [shlex.split(line.removeprefix("$ "), comments=True) for line in shown if "'" not in line or '"' not in line]
-    return [line for line in words if line and line[0] in ("omniflow", "make")]
+    shown = [line for code, _ in blocks(page, "bash") for line in code.splitlines()]
+    shown += re.findall(r"`([^`\n]+)`", page.read_text())
+    return [shlex.split(line, comments=True) for line in shown if line.startswith(("omniflow ", "make "))]
 
 
 def check_omniflow(arguments: list[str]) -> None:
-    from omniflow.cli import app
-
-    group = typer.main.get_command(app)
-    assert isinstance(group, click.Group)
-    command: click.Command = group
-    path = ["omniflow"]
-    while isinstance(command, click.Group):
-        rest = [word for word in arguments if not word.startswith("-")]
-        assert rest and rest[0] in command.commands, f"no command {' '.join([*path, *rest[:1]])}"
-        arguments = arguments[arguments.index(rest[0]) + 1 :]
-        path.append(rest[0])
-        command = command.commands[rest[0]]
+    command = typer.main.get_command(app)
+    path = "omniflow"
+    while isinstance(command, typer.core.TyperGroup):
+        name = next(word for word in arguments if not word.startswith("-"))
+        assert name in command.commands, f"no command {path} {name}"
+        arguments = arguments[arguments.index(name) + 1 :]
+        command, path = command.commands[name], f"{path} {name}"
     known = {option for parameter in command.params for option in parameter.opts}
-    used = {word.partition("=")[0] for word in arguments if word.startswith("-") and len(word) > 1}
-    assert used <= known | {"--help"}, f"{' '.join(path)} has no {', '.join(sorted(used - known))}"
+    used = {word.partition("=")[0] for word in arguments if word.startswith("-")}
+    assert used <= known | {"--help"}, f"{path} has no {', '.join(sorted(used - known))}"
 
 
 def check_make(arguments: list[str]) -> None:
@@ -136,10 +134,16 @@ def test_commands_exist(page: Path) -> None:
         check_omniflow(arguments) if program == "omniflow" else check_make(arguments)
 
 
-def test_the_settings_page_is_fresh() -> None:
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        generate = importlib.import_module("generate")
-    finally:
-        sys.path.remove(str(ROOT / "docs"))
-    assert (ROOT / "docs/config.md").read_text() == generate.config_page(), "run `make docs`"
+def test_what_is_generated_is_fresh() -> None:
+    generate = runpy.run_path(str(ROOT / "docs/generate.py"))
+    assert (ROOT / "docs/config.md").read_text() == generate["config_page"](), "run `make docs`"
+    assert (ROOT / "README.md").read_text() == generate["readme_page"](), "run `make docs`"
+
+
+def test_the_schema_of_explain_is_documented() -> None:
+    described = set(re.findall(r"`(\w+)`", (ROOT / "docs/explain.md").read_text()))
+    made = plan(load_graph("ming_omni").spec(), cluster_named("cpu")).as_dict()
+    keys = set(made) | set(made["cluster"])
+    for table in ("hosts", "stages", "edges"):
+        keys |= {key for row in made[table] for key in row}
+    assert keys <= described

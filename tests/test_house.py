@@ -23,7 +23,10 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 def files() -> list[Path]:
     """Everything that is or would be committed."""
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
