@@ -5,8 +5,6 @@
 The thinker and the talker meet in text (as in Ming-flash-omni), so speech from text enters at `segment`.
 """
 
-from omniflow import Budget, Graph, absent, bind, one_for_one
-
 from actors.detokenize import Detokenize
 from actors.merge import Merge
 from actors.piper.talker import PiperTalker
@@ -26,6 +24,7 @@ from actors.roles import (
 from actors.segmenter import Segmenter
 from actors.thinker import Thinker
 from actors.whisper.transcriber import WhisperTranscriber
+from omniflow import Budget, Graph, absent, bind, one_for_one
 
 graph = Graph("ming_omni")
 preprocess = graph.stage("preprocess", PreprocessRole, near="thinker")

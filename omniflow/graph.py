@@ -456,7 +456,7 @@ def route(edges: Iterable[Edge], absent: Mapping[str, str], entry: str, outputs:
         for edge in inner
         if edge.source in active and edge.target in inside and edge.target in absent
     }
-    return Route(frozenset(active), tuple([*starts, *carrying, *exits]), refusals)
+    return Route(frozenset(active), (*starts, *carrying, *exits), refusals)
 
 
 def reachable_outputs(spec: GraphSpec, entry: str) -> tuple[str, ...]:

@@ -11,10 +11,10 @@ from functools import partial
 
 import anyio
 
-from omniflow.prctl import die_with_parent, name_process
 from omniflow.host import Host, HostSpec
 from omniflow.messages import Beat
 from omniflow.planner.plan import FRONT
+from omniflow.prctl import die_with_parent, name_process
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory
 from omniflow.transport.base import Link
 

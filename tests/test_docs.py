@@ -1,4 +1,4 @@
-"""The documentation is true: its snippets run, its links lead somewhere, its commands exist, generated pages are fresh."""
+"""The documentation is true: snippets run, links lead somewhere, commands exist, generated pages are fresh."""
 
 from __future__ import annotations
 
