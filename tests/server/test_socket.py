@@ -138,7 +138,7 @@ def post(path: str, body: Any) -> bytes:
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop run until `condition` holds."""
     with anyio.fail_after(2):
-        while not condition():  # noqa: ASYNC110 - what a real runtime holds has no event
+        while not condition():  # what a real runtime holds has no event
             await anyio.sleep(0.001)
 
 
