@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from omniflow.errors import InvalidInputError
 from omniflow.media import Options, TextDelta
 from omniflow.server.call import EVENT_STREAM, Call
-from omniflow.server.chat_request import Voice, voice_name
+from omniflow.server.chat_request import Int64, Voice, voice_name
 from omniflow.server.encoders import SPEECH_FORMATS, Format, audio_format
 from omniflow.server.media import AudioWriter
 from omniflow.server.service import Service
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class SpeechRequest(Struct, frozen=True, kw_only=True):
-    """The request. `stream` is not OpenAI's: false asks for a whole file, true for one that starts at once.
+    """The request. `stream` and `seed` are not OpenAI's: `stream` false asks for a whole file, true for one that starts
+    at once; the same `seed` gives the same sound.
 
     `instructions` is taken and has no effect, as with OpenAI's tts-1: agents send it with every sentence.
     """
@@ -36,6 +37,7 @@ class SpeechRequest(Struct, frozen=True, kw_only=True):
     speed: Annotated[float, Meta(ge=0.25, le=4)] | None = None
     stream_format: Literal["audio", "sse"] | None = None
     stream: bool | None = None
+    seed: Int64 | None = None
     instructions: str | None = None
 
 
@@ -72,7 +74,7 @@ async def create_speech(service: Service, call: Call) -> None:
         "speech",
         [TextDelta(request.input)],
         outputs={"audio"},
-        options=Options(voice=voice_name(request.voice), speed=request.speed or 1.0),
+        options=Options(voice=voice_name(request.voice), speed=request.speed or 1.0, seed=request.seed),
         deadline_s=call.deadline_s,
         request_id=call.request_id,
     )
