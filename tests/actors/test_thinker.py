@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -99,8 +100,8 @@ async def test_the_end_token_and_stop_strings_end_with_stop(folder: Path) -> Non
         cut, generated = await think(thinker, prompt(7), max_tokens=8, stop=(f"<{tokens[3]}>",))
         assert cut == tokens[: tokens.index(tokens[3]) + 1]
         assert generated.finish_reason == "stop"
-        thinker._defaults = type(thinker._defaults)(max_tokens=8, stop_token_ids=frozenset({tokens[2]}))
-        cut, generated = await think(thinker, prompt(7))
+        thinker._defaults = msgspec.structs.replace(thinker._defaults, stop_token_ids=frozenset({tokens[2]}))
+        cut, generated = await think(thinker, prompt(7), max_tokens=8)
         assert cut == tokens[: tokens.index(tokens[2])]
         assert generated.finish_reason == "stop"
 
@@ -157,11 +158,12 @@ async def test_refusals_of_the_engine_end_the_request_only(folder: Path) -> None
             for number in range(6):
                 tasks.start_soon(ask, number)
         assert 0 < refused < 6
-        assert (await think(thinker, prompt(3), max_tokens=2))[1].completion_tokens == 2
+        assert (await think(thinker, prompt(3), max_tokens=2, temperature=0.0))[1].completion_tokens == 2
 
 
 async def test_a_cancelled_run_leaves_the_batch(folder: Path) -> None:
     async with started(folder) as thinker:
+        thinker._defaults = msgspec.structs.replace(thinker._defaults, stop_token_ids=frozenset())
         emit: ListEmit[Tokens] = ListEmit()
         with anyio.move_on_after(0.02) as scope:
             await thinker.run(TokenPrompt(prompt(3)), emit, context(max_tokens=250, temperature=5.0))
