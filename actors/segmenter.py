@@ -41,7 +41,8 @@ class Segmenter(SegmenterRole):
         self._size_of = cutting.size_of
 
     async def run(self, text: Stream[TextDelta], emit: Emit[Segment], ctx: Context) -> None:
-        pace = _Pace(self._first_wait_s, self._lead_s, LETTERS_PER_S * ctx.options.speed)
+        letters_per_s = LETTERS_PER_S * max(0.1, ctx.options.speed)  # the talker refuses what is out of range
+        pace = _Pace(self._first_wait_s, self._lead_s, letters_per_s)
         buffer, index, late, ended = "", 0, False, False
         while not ended:
             # `Stream` loses nothing when a receive is cancelled: an item is taken out after the last wait.

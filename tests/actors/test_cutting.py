@@ -53,7 +53,6 @@ def cut_growing(text: str, sizes: list[int]) -> list[str]:
 
 
 @given(ALL_TEXTS, st.lists(st.integers(1, 30), min_size=1, max_size=4))
-@settings(deadline=None)
 def test_pieces_do_not_depend_on_how_the_text_comes(text: str, sizes: list[int]) -> None:
     pieces = cut_growing(text, sizes)
     assert "".join(pieces) == text
@@ -61,7 +60,6 @@ def test_pieces_do_not_depend_on_how_the_text_comes(text: str, sizes: list[int])
 
 
 @given(ALL_TEXTS, st.booleans())
-@settings(deadline=None)
 def test_no_piece_is_too_long_or_empty_or_parts_a_grapheme_cluster(text: str, late: bool) -> None:
     pieces = cut_all(text, late)
     assert all(0 < size_of(piece) <= MAX for piece in pieces)
@@ -74,7 +72,7 @@ def test_no_piece_is_too_long_or_empty_or_parts_a_grapheme_cluster(text: str, la
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_first_piece_is_small_in_every_script(script: str, data: st.DataObject) -> None:
     """With its limit reached a piece ends with its word; unspaced scripts may take half as much again."""
     text = data.draw(texts(SCRIPTS[script]))

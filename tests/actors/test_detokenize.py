@@ -3,7 +3,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -26,11 +26,6 @@ SAMPLES = [
     "\ufffd",
 ]
 TEXTS = st.lists(st.sampled_from(SAMPLES) | st.text(max_size=5)).map("".join)
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @cache
@@ -76,7 +71,6 @@ SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 
 
 @given(TEXTS, SIZES)
-@settings(deadline=None)
 def test_joined_deltas_are_the_text_and_no_delta_splits_a_character(text: str, sizes: list[int]) -> None:
     ids = byte_level().encode(text).ids
     got = pieces(byte_level(), ids, sizes)
@@ -86,13 +80,11 @@ def test_joined_deltas_are_the_text_and_no_delta_splits_a_character(text: str, s
 
 
 @given(st.lists(st.integers(0, byte_level().get_vocab_size() - 1)), SIZES)
-@settings(deadline=None)
 def test_any_tokens_even_broken_ones_give_the_decoding_of_all(ids: list[int], sizes: list[int]) -> None:
     assert "".join(pieces(byte_level(), ids, sizes)) == byte_level().decode(ids)
 
 
 @given(st.lists(st.sampled_from(["▁a", "▁b", "a", "b", "▁", "é", "你", "👍"])), SIZES)
-@settings(deadline=None)
 def test_sentencepiece_keeps_inner_spaces_and_drops_the_first(words: list[str], sizes: list[int]) -> None:
     ids = []
     for word in words:
@@ -119,7 +111,6 @@ def test_only_the_newest_tokens_are_decoded_again() -> None:
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
     st.lists(st.integers(1, 4), min_size=1, max_size=5),
 )
-@settings(deadline=None)
 def test_stop_strings_never_leak(text: str, stops: list[str], sizes: list[int]) -> None:
     """Whatever the chunks are: all before the first place where a stop string is complete, up to where it begins."""
     filter = StopFilter(stops)

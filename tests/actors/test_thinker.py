@@ -22,11 +22,6 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of random weights whose token i is written `<i>`."""
     folder = tmp_path_factory.mktemp("model")
@@ -111,8 +106,8 @@ async def test_rows_take_the_place_of_tokens(folder: Path) -> None:
     rows.flags.writeable = False
     emits: list[ListEmit[Tokens]] = [ListEmit(), ListEmit()]
     async with started(folder, temperature=0.0) as thinker:
-        await thinker.run(TokenPrompt(prompt(7)), emits[0], context())
-        await thinker.run(TokenPrompt(prompt(7), rows, (1, 6)), emits[1], context())
+        await thinker.run(TokenPrompt(prompt(7)), emits[0], context(max_tokens=8))
+        await thinker.run(TokenPrompt(prompt(7), rows, (1, 6)), emits[1], context(max_tokens=8))
     assert emits[0].items != emits[1].items
 
 

@@ -24,11 +24,6 @@ from tests.engine.tiny import CONTEXT, HIDDEN, ids_of, prompt, request, run, tin
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class CountingEngine:
     """Says 0, 1, 2, ... for every request, one a step, and notes what it was told. Steps wait for `gate`."""
 

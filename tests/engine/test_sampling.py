@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omniflow.engine.base import Sampling
@@ -78,7 +78,6 @@ def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
     top_k=st.integers(0, 20),
     size=st.integers(1, 20),
 )
-@settings(deadline=None)
 def test_one_random_number_a_token_and_always_a_token(
     seed: int, temperature: float, top_p: float, top_k: int, size: int
 ) -> None:
