@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -68,12 +67,10 @@ class Merge(Actor):
 
     async def _refuse_far_too_long(self, texts: list[str]) -> None:
         """Count step by step, so that megabytes do not hold up the prompts of others before they are refused."""
-        steps = [text[at : at + STEP_CHARS] for text in texts for at in range(0, len(text), STEP_CHARS)]
-        if len(steps) == len(texts) and sum(map(len, texts)) <= STEP_CHARS:
-            return
+        whole = "\n".join(texts)  # the template writes more than a line break between two of them
         at_least = 0
-        for step in steps:
-            at_least += await self.offload(self._chat.count, [step]) - TOKENS_OF_A_CUT
+        for start in range(0, len(whole) if len(whole) > STEP_CHARS else 0, STEP_CHARS):
+            at_least += await self.offload(self._chat.count, [whole[start : start + STEP_CHARS]]) - TOKENS_OF_A_CUT
             if at_least > self._chat.max_tokens:
                 raise self._too_long(f"more than {at_least}")
 
@@ -96,30 +93,50 @@ class _ChatFormat:
         self.max_tokens: int = config.get("text_config", config)["max_position_embeddings"] - RESERVED_TOKENS
         self._names = _token_names(folder)
         self._template = _template(folder)
-        # What the template writes is read by one tokenizer, what people wrote by another that knows no control tokens.
-        self._markup = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._plain = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._plain.encode_special_tokens = True
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.encode_special_tokens = True  # as text, wherever it meets them
+        known = self._tokenizer.get_added_tokens_decoder()
+        self._control = {token.content: id for id, token in known.items() if token.special}
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._control_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     def encode(self, messages: list[tuple[str, str]]) -> list[int]:
         """Token ids of (role, text) pairs as the template arranges them, up to where the answer begins."""
+        texts, controls = self._between_controls(messages)
+        encoded = _encode(self._tokenizer, texts)
+        ids = list(encoded[0])
+        for control, text_ids in zip(controls, encoded[1:], strict=True):
+            ids += [control, *text_ids]
+        return ids
+
+    def _between_controls(self, messages: list[tuple[str, str]]) -> tuple[list[str], list[int]]:
+        """The texts before, between and after the control tokens that the template wrote, and these tokens."""
+        texts, controls = [""], list[int]()
+        for number, part in enumerate(re.split("\ue000(\\d+)\ue001", self._render([role for role, _ in messages]))):
+            if number % 2:  # what people wrote, at its mark
+                texts[-1] += messages[int(part)][1]
+                continue
+            for piece in self._control_pattern.split(part):
+                if piece in self._control:
+                    controls.append(self._control[piece])
+                    texts.append("")
+                else:
+                    texts[-1] += piece
+        return texts, controls
+
+    def _render(self, roles: list[str]) -> str:
+        """The conversation with private-use marks instead of its texts, so that no text can pass for the template's."""
         import jinja2
 
-        # The template sees private-use marks instead of the texts; they are put back after it is done.
-        marked = [{"role": role, "content": f"\ue000{number}\ue001"} for number, (role, _) in enumerate(messages)]
+        messages = [{"role": role, "content": f"\ue000{number}\ue001"} for number, role in enumerate(roles)]
         try:
-            rendered = self._template.render(messages=marked, add_generation_prompt=True, **self._names)
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._names)
         except jinja2.TemplateError as error:
             raise InvalidInputError(f"the model's chat template refuses this: {error}", param="messages") from error
-        parts = re.split("\ue000(\\d+)\ue001", rendered)
-        markup = _encode(self._markup, parts[0::2])
-        plain = _encode(self._plain, [messages[int(number)][1] for number in parts[1::2]])
-        pairs = itertools.zip_longest(markup, plain, fillvalue=())
-        return [token for pair in pairs for ids in pair for token in ids]
 
     def count(self, texts: list[str]) -> int:
         """How many tokens `texts` have, each by itself."""
-        return sum(map(len, _encode(self._plain, texts)))
+        return sum(map(len, _encode(self._tokenizer, texts)))
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:

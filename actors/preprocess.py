@@ -72,7 +72,8 @@ class Preprocess(Actor):
             blocks.append(await self.offload(clip.read_block))
             if sum(map(len, blocks)) > left_s * SAMPLE_RATE_HZ:
                 raise _invalid(
-                    f"{where}: the conversation holds more than {self._max_audio_s:g} s of audio, the most here"
+                    f"{where}: the conversation holds more than {self._max_audio_s:g} s of audio, "
+                    "which is the most that is taken"
                 )
         samples = np.concatenate(blocks)
         if not len(samples):
@@ -118,6 +119,7 @@ class _Clip:
         mono: np.ndarray = frames.mean(axis=1)
         if not np.isfinite(mono).all():
             raise _invalid(f"{self._where}: the audio holds samples that are not numbers (NaN or infinite)")
+        mono = mono.clip(-1, 1)  # float files may hold anything up to 1e38, which no encoder survives
         if self._resampler is not None:
             mono = self._resampler.resample_chunk(mono, last=self.ended)
         return mono

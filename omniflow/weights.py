@@ -389,7 +389,7 @@ def resolve(ref: str, packaged: Mapping[str, PackagedWeights]) -> Weights:
         local = LocalWeights(ref)
         local.path()
         return local
-    near = difflib.get_close_matches(ref, packaged, n=1)
+    near = difflib.get_close_matches(ref, packaged, n=1, cutoff=0.45)
     if near:
         meant = f"did you mean {near[0]}?"
     elif ref.count("/") == 1:

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import io
+import struct
+import time
+from collections.abc import AsyncIterator
+
+import anyio
+import numpy as np
+import pytest
+import soundfile
+
+from actors.preprocess import BLOCK_FRAMES, Preprocess
+from actors.roles import Preprocessed
+from omniflow.errors import InvalidInputError, UnsupportedError
+from omniflow.media import AudioPart, Chat, ChatMessage, ImagePart, Part, TextPart, VideoPart
+from tests.speech import encoded, samples_of
+
+pytestmark = pytest.mark.anyio
+
+PNG = b"\x89PNG\r\n\x1a\n" + b"rest"
+JPEG = b"\xff\xd8\xff\xe0" + b"rest"
+WEBP = b"RIFF\x00\x00\x00\x00WEBPVP8 "
+
+
+def tone(seconds: float, rate_hz: int, channels: int = 1) -> np.ndarray:
+    wave = 0.5 * np.sin(2 * np.pi * 440 * np.arange(int(seconds * rate_hz)) / rate_hz)
+    return np.stack([wave] * channels, axis=1).astype(np.float32)
+
+
+def file(samples: np.ndarray, rate_hz: int, format: str = "WAV", subtype: str | None = None) -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, rate_hz, format=format, subtype=subtype)
+    return buffer.getvalue()
+
+
+def chat(*parts: Part) -> Chat:
+    return Chat((ChatMessage("user", parts),))
+
+
+@pytest.fixture
+async def actor() -> AsyncIterator[Preprocess]:
+    actor = Preprocess(max_audio_s=60)
+    await actor.setup()
+    yield actor
+    await actor.close()
+
+
+async def decoded(actor: Preprocess, data: bytes) -> np.ndarray:
+    result = await actor.run(chat(AudioPart(data, "wav")))
+    assert result.audio is not None
+    assert result.audio.sample_rate_hz == 16_000
+    (samples,) = result.audio.samples
+    assert samples.dtype == np.float32 and samples.ndim == 1
+    return samples
+
+
+async def refusal(actor: Preprocess, *parts: Part) -> InvalidInputError:
+    with pytest.raises(InvalidInputError) as caught:
+        await actor.run(chat(*parts))
+    assert caught.value.param == "messages"
+    return caught.value
+
+
+async def test_text_passes_as_it_is(actor: Preprocess) -> None:
+    system = ChatMessage("system", (TextPart("Be brief."),))
+    user = ChatMessage("user", (TextPart(" one"), TextPart("two\n")))
+    result = await actor.run(Chat((system, user, ChatMessage("assistant", ()))))
+    assert result == Preprocessed(result.prompt, None, None)
+    assert result.prompt.messages == (("system", ("Be brief.",)), ("user", (" one", "two\n")), ("assistant", ()))
+
+
+async def test_media_are_numbered_in_order(actor: Preprocess) -> None:
+    sound = AudioPart(encoded("hello"), "wav")
+    first = ChatMessage("user", (ImagePart(PNG), TextPart("and"), sound))
+    second = ChatMessage("user", (sound, ImagePart(JPEG), ImagePart(WEBP)))
+    result = await actor.run(Chat((first, second)))
+    assert result.prompt.messages == (("user", (0, "and", 1)), ("user", (2, 3, 4)))
+    assert result.audio is not None and result.audio.index == (1, 2)
+    assert np.array_equal(result.audio.samples[0], samples_of("hello"))
+    assert result.image is not None and result.image.index == (0, 3, 4)
+    assert result.image.data == [PNG, JPEG, WEBP]
+
+
+@pytest.mark.parametrize(
+    ("format", "subtype", "rate_hz", "channels"),
+    [
+        ("WAV", "PCM_16", 16_000, 1),
+        ("WAV", "PCM_U8", 8_000, 1),
+        ("WAV", "FLOAT", 44_100, 2),
+        ("WAVEX", "PCM_24", 48_000, 6),
+        ("MP3", "MPEG_LAYER_III", 44_100, 2),
+        ("FLAC", "PCM_16", 22_050, 1),
+        ("OGG", "VORBIS", 48_000, 2),
+        ("OGG", "OPUS", 48_000, 1),
+    ],
+)
+async def test_every_format_becomes_mono_16_khz(
+    actor: Preprocess, format: str, subtype: str, rate_hz: int, channels: int
+) -> None:
+    samples = await decoded(actor, file(tone(1.5, rate_hz, channels), rate_hz, format, subtype))
+    assert len(samples) == pytest.approx(1.5 * 16_000, abs=0.08 * 16_000)  # codecs pad by up to 80 ms
+    middle = samples[4000:20_000]
+    spectrum = np.abs(np.fft.rfft(middle))
+    assert spectrum.argmax() == 440
+    assert np.sqrt(np.square(middle).mean()) == pytest.approx(0.5 / np.sqrt(2), rel=0.03)
+
+
+async def test_blocks_join_without_a_seam(actor: Preprocess) -> None:
+    wave = tone(2.5 * BLOCK_FRAMES / 44_100, 44_100)
+    samples = await decoded(actor, file(wave, 44_100))
+    expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(len(samples)) / 16_000)
+    assert len(samples) == pytest.approx(len(wave) / 44_100 * 16_000, abs=1)
+    assert np.abs(samples - expected)[100:-100].max() < 1e-3
+
+
+async def test_samples_out_of_range_are_clipped(actor: Preprocess) -> None:
+    loud = file(np.array([[1e38, 0.5], [-3.0, -3.0]], np.float32), 16_000, subtype="FLOAT")
+    assert np.array_equal(await decoded(actor, loud), np.array([1, -1], np.float32))
+
+
+async def test_name_of_the_format_does_not_matter(actor: Preprocess) -> None:
+    result = await actor.run(chat(AudioPart(file(tone(1, 16_000), 16_000, "FLAC"), "mp3")))
+    assert result.audio is not None and len(result.audio.samples[0]) == 16_000
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "the audio is empty (0 bytes)"),
+        (file(tone(0, 16_000), 16_000), "the audio holds no samples"),
+        (b"no audio at all" * 100, "the audio cannot be decoded (Format not recognised.); send wav, mp3, flac or ogg"),
+        (PNG, "the audio cannot be decoded (Format not recognised.); send wav, mp3, flac or ogg"),
+        (
+            file(tone(1, 16_000), 16_000, "AIFF"),
+            "audio in the format AIFF is not taken; send wav, mp3, flac or ogg",
+        ),
+        (
+            file(np.array([[0.0], [np.nan]], np.float32), 16_000, subtype="FLOAT"),
+            "the audio holds samples that are not numbers (NaN or infinite)",
+        ),
+        (
+            file(np.zeros((10, 9), np.float32), 16_000),
+            "audio of 16000 Hz with 9 channels is not taken; send 4000 to 384000 Hz and at most 8 channels",
+        ),
+        (
+            file(np.zeros((10, 1), np.float32), 1),
+            "audio of 1 Hz with 1 channels is not taken; send 4000 to 384000 Hz and at most 8 channels",
+        ),
+    ],
+    ids=["empty", "no samples", "text", "image", "aiff", "nan", "channels", "rate"],
+)
+async def test_bad_audio_names_part_and_reason(actor: Preprocess, data: bytes, reason: str) -> None:
+    error = await refusal(actor, TextPart("listen"), AudioPart(data, "wav"))
+    assert str(error) == f"messages[0].content[1]: {reason}"
+
+
+async def test_wav_whose_header_promises_too_much_is_decoded_as_far_as_it_goes(actor: Preprocess) -> None:
+    data = bytearray(file(tone(1, 16_000), 16_000, subtype="PCM_16"))
+    data[40:44] = struct.pack("<I", 0xFFFFFFFF)
+    assert len(await decoded(actor, bytes(data))) == 16_000
+
+
+async def test_too_much_audio_is_refused_before_all_is_decoded(actor: Preprocess) -> None:
+    # 2 hours of silence are 0.3 MB of FLAC.
+    data = file(np.zeros(2 * 3600 * 8000, np.int16), 8000, "FLAC")
+    began = time.monotonic()
+    error = await refusal(actor, AudioPart(data, "flac"))
+    assert str(error) == (
+        "messages[0].content[0]: the conversation holds more than 60 s of audio, which is the most that is taken"
+    )
+    assert time.monotonic() - began < 0.5
+
+
+async def test_limit_counts_all_clips_of_a_conversation(actor: Preprocess) -> None:
+    clip = AudioPart(file(tone(31, 8000), 8000), "wav")
+    assert (await actor.run(chat(clip))).audio is not None
+    assert "messages[0].content[1]: the conversation holds more than 60 s" in str(await refusal(actor, clip, clip))
+
+
+async def test_image_of_another_kind_is_refused(actor: Preprocess) -> None:
+    error = await refusal(actor, ImagePart(b"GIF89a"))
+    assert str(error) == "messages[0].content[0]: the image is not a png, jpeg or webp file"
+
+
+async def test_video_is_not_supported(actor: Preprocess) -> None:
+    error = await refusal(actor, VideoPart(b"\x00\x00\x00\x18ftypmp42"))
+    assert isinstance(error, UnsupportedError)
+    assert str(error) == "messages[0].content[0]: this model takes no video; send text, audio or images"
+
+
+@pytest.mark.parametrize("messages", [(), (ChatMessage("user", ()),), (ChatMessage("user", (TextPart(" \n"),)),)])
+async def test_empty_conversation_is_refused(actor: Preprocess, messages: tuple[ChatMessage, ...]) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        await actor.run(Chat(messages))
+    assert str(caught.value) == ("the conversation is empty; send at least one message with text, audio or an image")
+    assert caught.value.param == "messages"
+
+
+async def test_event_loop_goes_on_while_audio_is_decoded(actor: Preprocess) -> None:
+    data = file(tone(50, 48_000, 2), 48_000, "FLAC")
+    longest_s = 0.0
+
+    async def watch() -> None:
+        nonlocal longest_s
+        while True:
+            began = time.perf_counter()
+            await anyio.sleep(0.001)
+            longest_s = max(longest_s, time.perf_counter() - began)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        began = time.perf_counter()
+        await decoded(actor, data)
+        decoding_s = time.perf_counter() - began
+        tasks.cancel_scope.cancel()
+    assert longest_s < max(0.05, decoding_s / 4)
