@@ -29,6 +29,8 @@ from omniflow.transport.slabs import SlabPool
 _INLINE_BYTES = 8 * 1024
 _BODY_BYTES = 32 * 1024
 _DATAGRAM_BYTES = 128 * 1024
+_RELEASES = 1024
+"""Blocks that one message gives back; it must fit into a datagram."""
 _DRAIN = 64
 """Datagrams delivered before other work of the event loop gets a turn."""
 
@@ -107,10 +109,13 @@ class ArrowShmLink(Link):
                 return None
         return self._send_later(edge, request, seq, encoded)
 
-    async def _send_later(self, edge: int, request: int, seq: int, encoded: Encoded) -> None:
+    async def flushed(self) -> None:
         while self._backlog and not self._closed:
             self._room.clear()
             await self._room.wait()
+
+    async def _send_later(self, edge: int, request: int, seq: int, encoded: Encoded) -> None:
+        await self.flushed()
         item = self._item(edge, request, seq, encoded, None)
         if item is None and not self._closed:
             block = await self._memory.pool.take(_block_size(encoded))
@@ -236,7 +241,7 @@ class ArrowShmLink(Link):
             region = np.frombuffer(item.inline, np.uint8)
         try:
             value = decoder_for(self._types[item.edge]).decode(body, region)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, TypeError) as error:
             failure = ProtocolError(f"the value is not of the type of its port: {error}")
             self._receiver.on_bad_item(self, item.edge, item.request, failure.info())
             return
@@ -258,11 +263,10 @@ class ArrowShmLink(Link):
 
     def _release_dead(self) -> None:
         self._flushing = False
-        keys = []
         while self._dead:
-            keys.append(self._dead.popleft())
-        if keys and not self._closed:
-            self.send(Release(tuple(keys)))
+            keys = [self._dead.popleft() for _ in range(min(len(self._dead), _RELEASES))]
+            if not self._closed:
+                self.send(Release(tuple(keys)))
 
     # -- closing ---------------------------------------------------------------------------------------------------
 

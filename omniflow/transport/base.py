@@ -61,6 +61,10 @@ class Link(ABC):
         """Deliver what has arrived already, now, instead of in the loop's next turn."""
 
     @abstractmethod
+    async def flushed(self) -> None:
+        """Returns once all that was sent has left this process: it arrives even if this process dies now."""
+
+    @abstractmethod
     def close(self) -> None:
         """Close this end; the peer sees `on_closed`. Our views of the peer's memory stay valid."""
 

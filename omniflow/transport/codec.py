@@ -41,10 +41,10 @@ class _Encoding:
     def __init__(self) -> None:
         self.parts: list[tuple[int, Region]] = []
         self.size = 0
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._place)
 
     def run(self, value: object) -> Encoded:
-        body = self._encoder.encode(value)
+        # An encoder kept here would make a cycle, which holds the value until the garbage collector comes by.
+        body = msgspec.msgpack.encode(value, enc_hook=self._place)
         return Encoded(body, self.parts, self.size)
 
     def _place(self, value: Any) -> tuple[int, str, tuple[int, ...], int]:
@@ -55,7 +55,7 @@ class _Encoding:
             return _NUMPY, value.dtype.str, value.shape, self._add(flat)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
-            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
             return _TORCH, str(value.dtype).removeprefix("torch."), tuple(value.shape), self._add(flat)
         arrow = sys.modules.get("pyarrow")
         if arrow is not None and isinstance(value, arrow.RecordBatch):
@@ -77,7 +77,7 @@ def encode(value: object) -> Encoded:
     """Encode one value. Raises ProtocolError where a part of it has no wire form. Buffers are not copied yet."""
     try:
         return _Encoding().run(value)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, OverflowError, UnicodeEncodeError) as error:
         raise ProtocolError(f"{type(value).__name__} cannot travel between processes: {error}") from None
 
 

@@ -39,6 +39,9 @@ class LocalObjectLink(Link):
     def poll(self) -> None:
         """Nothing is ever under way."""
 
+    async def flushed(self) -> None:
+        """Nothing is ever under way."""
+
     def close(self) -> None:
         other, self._other = self._other, None
         if other is not None:

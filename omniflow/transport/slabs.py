@@ -29,10 +29,9 @@ _F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1033, 0x2, 0x
 class Slab:
     """One memfd cut into equal slots. Writable here, read-only for whoever gets its descriptor."""
 
-    def __init__(self, number: int, slot_bytes: int) -> None:
+    def __init__(self, number: int, slot_bytes: int, num_slots: int) -> None:
         self.number = number
         self.slot_bytes = slot_bytes
-        num_slots = max(1, min(_MAX_SLOTS, _SLAB // slot_bytes))
         self.size_bytes = slot_bytes * num_slots
         self.descriptor = os.memfd_create(f"omniflow-slab-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, self.size_bytes)
@@ -52,7 +51,7 @@ class SlabPool:
     """All slabs of one producer process, at most `limit_bytes`. `on_dropped` hears of slabs that were given back."""
 
     def __init__(self, limit_bytes: int, on_dropped: Callable[[int], None]) -> None:
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._on_dropped = on_dropped
         self._slabs: dict[int, Slab] = {}
         self._count = 0
@@ -93,7 +92,9 @@ class SlabPool:
         try:
             return await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
+            if waiter.cancelled():
+                self._serve_waiters()
+            else:
                 self.give_back(waiter.result().slab, waiter.result().slot, waiter.result().generation)
             raise
 
@@ -104,6 +105,9 @@ class SlabPool:
             return
         owner.generations[slot] += 1
         owner.free.append(slot)
+        self._serve_waiters()
+
+    def _serve_waiters(self) -> None:
         while self._waiters:
             size, waiter = self._waiters[0]
             if waiter.done():
@@ -132,19 +136,22 @@ class SlabPool:
 
     def _grow(self, wanted: int, size: int) -> Slab | None:
         """A new slab; else a larger slot that is free; else one in place of slabs that nobody uses."""
-        slot_bytes = wanted if wanted <= self.limit_bytes else -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        need = slot_bytes * max(1, min(_MAX_SLOTS, _SLAB // slot_bytes))
-        if self.total_bytes + need > self.limit_bytes:
+        slot_bytes = min(wanted, self.limit_bytes)
+        if self._room() < slot_bytes:
             larger = [slab for slab in self._slabs.values() if slab.free and slab.slot_bytes >= size]
             if larger:
                 return min(larger, key=lambda slab: slab.slot_bytes)
             for slab in [slab for slab in self._slabs.values() if len(slab.free) == slab.num_slots]:
-                if self.total_bytes + need <= self.limit_bytes:
+                if self._room() >= slot_bytes:
                     break
                 self._slabs.pop(slab.number).close()
                 self._on_dropped(slab.number)
-            if self.total_bytes + need > self.limit_bytes:
+            if self._room() < slot_bytes:
                 return None
         self._count += 1
-        self._slabs[self._count] = Slab(self._count, slot_bytes)
+        num_slots = max(1, min(_MAX_SLOTS, _SLAB // slot_bytes, self._room() // slot_bytes))
+        self._slabs[self._count] = Slab(self._count, slot_bytes, num_slots)
         return self._slabs[self._count]
+
+    def _room(self) -> int:
+        return self.limit_bytes - self.total_bytes
