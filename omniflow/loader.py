@@ -136,7 +136,7 @@ def _graph_in(module: ModuleType, place: str, attribute: str) -> Graph:
     if callable(value) and not isinstance(value, Graph):
         value = _called(value, f"{place}:{attribute}", Path(module.__file__ or place))
     if not isinstance(value, Graph):
-        raise GraphError(f"{place}:{attribute} gives a {type(value).__name__}, not a Graph")
+        raise GraphError(f"{place}:{attribute} is no Graph but of type {type(value).__name__}")
     return value
 
 

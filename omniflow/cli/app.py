@@ -191,7 +191,9 @@ def doctor() -> None:
 def _cluster(name: str | None) -> Cluster:
     if name is None:
         return this_machine()
-    return cluster_named(name, cpu_cores=num_cores(), memory_bytes=memory_bytes())
+    if name == "cpu":
+        return cluster_named(name, cpu_cores=num_cores(), memory_bytes=memory_bytes())
+    return cluster_named(name)
 
 
 def _headline(chosen: Chosen, cluster: Cluster) -> Text:
@@ -212,8 +214,8 @@ def run_command_line(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except typer.TyperException as error:
-        context = vars(error).get("ctx")
-        command = context.command_path if isinstance(context, typer.Context) else "omniflow"
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "omniflow"
         _say_error(f"{error.format_message().rstrip('.')}; see `{command} --help`")
         return error.exit_code
     except typer.Abort:

@@ -53,18 +53,15 @@ def _single(name: str) -> Weights:
 
 
 def models_table(needs: Iterable[Need]) -> Table:
-    """One row for each weights: name, state, size, where from, which stages read them."""
-    table = new_table("weights", "from", "state", "size", "stages")
+    """One row for each weights: name and the stages that read them, where from and under which licence, state, size."""
+    table = new_table("weights", "from", "state", "size")
     table.columns[3].justify = "right"
-    table.columns[4].no_wrap = False
     for need in needs:
         state = need.weights.state()
+        name = Text.assemble((state.name, "bold"), (f"\nfor {', '.join(need.stages)}", "dim"))
+        source = Text(state.source)
+        if isinstance(need.weights, PackagedWeights):
+            source.append(f"\n{need.weights.license}", style="dim")
         size = size_text(state.size_bytes) if state.size_bytes else "?"
-        table.add_row(
-            Text(state.name, style="bold"),
-            state.source,
-            Text(state.status, style=_STATUS_STYLES[state.status]),
-            size,
-            ", ".join(need.stages),
-        )
+        table.add_row(name, source, Text(state.status, style=_STATUS_STYLES[state.status]), size)
     return table

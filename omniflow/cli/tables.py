@@ -97,7 +97,7 @@ def size_text(size: int) -> str:
 
 def new_table(*columns: str) -> Table:
     """An open table; only its first two columns may break over lines."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold", border_style="dim")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold", border_style="dim")
     for index, name in enumerate(columns):
         table.add_column(name, no_wrap=index > 1, overflow="fold")
     return table

@@ -1,0 +1,744 @@
+"""The command line as a user meets it: what it prints, on which stream, in how many lines, with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import httpx
+import msgspec
+import pytest
+import typer.testing
+
+from omniflow import __version__
+from omniflow.cli import doctor, machine
+from omniflow.cli.app import app, run_command_line
+from omniflow.cli.tables import size_text
+from omniflow.config import ServerConfig
+
+ROOT = Path(__file__).parents[1]
+PARROT = str(ROOT / "tests/graphs/parrot.py")
+WORDS = str(ROOT / "tests/graphs/words.py")
+
+USER_GRAPH = """\
+from omniflow import Actor, Graph, TextDelta
+
+class Repeat(Actor):
+    heavy = True
+    def __init__(self, *, times: int = 1):
+        self.times = times
+    async def setup(self):
+        {setup}
+    async def run(self, text: TextDelta) -> TextDelta:
+        return TextDelta(text.text * self.times)
+
+graph = Graph("mine")
+repeat = graph.stage("repeat", Repeat)
+again = graph.stage("again", Repeat)
+graph.result(repeat, again)
+graph.input(chat=repeat)
+graph.output(text=again)
+"""
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Ran]
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
+    """Runs one command in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(*arguments: str) -> Ran:
+        capfd.readouterr()
+        code = run_command_line(list(arguments))
+        return Ran(code, *capfd.readouterr())
+
+    return run
+
+
+def refused(ran: Ran, code: int = 1) -> str:
+    """The one line of a command that was refused."""
+    assert ran.code == code, ran
+    assert ran.out == ""
+    (line,) = ran.err.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+# -- the plain commands --------------------------------------------------------------------------------------------
+
+
+def test_version_and_help(cli: Cli) -> None:
+    assert cli("--version").out == f"omniflow {__version__}\n"
+    for arguments in ([], ["--help"]):
+        ran = cli(*arguments)
+        assert ran.code == 0
+        for command in ("run", "check", "explain", "draw", "models", "doctor"):
+            assert f" {command} " in ran.out
+
+
+def test_typers_own_runner_sees_the_same_commands() -> None:
+    result = typer.testing.CliRunner().invoke(app, ["check", PARROT])
+    assert result.exit_code == 0
+    assert "parrot is sound" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begins", "command"),
+    [
+        (["rnu"], "No such command 'rnu'", "omniflow"),
+        (["run"], "Missing argument 'GRAPH'", "omniflow run"),
+        (["check", "a", "b"], "Got unexpected extra argument", "omniflow check"),
+        (["explain", "ming_omni", "--jsno"], "No such option: --jsno", "omniflow explain"),
+        (["run", "ming_omni", "--port", "x"], "Invalid value for '--port'", "omniflow run"),
+        (["models", "lsit"], "No such command 'lsit'", "omniflow models"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(
+    cli: Cli, arguments: list[str], begins: str, command: str
+) -> None:
+    line = refused(cli(*arguments), code=2)
+    assert line.startswith(begins) and line.endswith(f"; see `{command} --help`")
+
+
+def test_check_says_what_a_graph_can_do(cli: Cli) -> None:
+    assert cli("check", PARROT).out.splitlines() == [
+        "parrot is sound (2 stages, 6 edges)",
+        "  profile quiet: says what it hears",
+        "  profile loud: two processes",
+        "  profile mute: text only",
+        "  input chat gives text, usage, audio",
+        "  input speech gives audio",
+    ]
+    assert cli("check", PARROT, "--profile", "mute").out.splitlines()[-3:] == [
+        "  input chat gives text, usage",
+        "  input speech gives nothing under this profile",
+        "  without hum: this parrot cannot hum",
+    ]
+
+
+def test_the_shipped_graph_is_sound(cli: Cli) -> None:
+    ran = cli("check", "ming_omni")
+    assert (ran.code, ran.err) == (0, "")
+    assert "ming_omni is sound" in ran.out and "input speech gives audio" in ran.out
+
+
+def test_draw_prints_mermaid(cli: Cli) -> None:
+    assert cli("draw", PARROT).out.startswith("flowchart LR\n    in_chat")
+    assert "<small>Loud</small>" in cli("draw", PARROT, "--profile", "loud").out
+    assert 'subgraph host_hum["hum: process, cpu"]' in cli("draw", PARROT, "--hosts").out
+
+
+# -- explain -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+@pytest.mark.parametrize("graph", [PARROT, WORDS, "ming_omni"])
+def test_a_plan_fits_and_no_edge_breaks(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: int, graph: str) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = cli("explain", graph, "--cluster", "cpu").out.splitlines()
+    assert max(map(len, lines)) <= columns
+    if columns == 80 and graph == "ming_omni":
+        return  # its longest edge needs 87 columns
+    edges = json.loads(cli("explain", graph, "--cluster", "cpu", "--json").out)["edges"]
+    for edge in edges:
+        source, target = (re.sub(r"client\.(\w+)", r"(\1)", edge[end]) for end in ("source", "target"))
+        (line,) = [line for line in lines if line.startswith(f"{source} → {target} ")]
+        assert edge["transport"] in line and edge["type"] in line and edge["kind"] in line
+
+
+def test_explain_gives_every_reason_once_under_its_number(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    out = cli("explain", WORDS, "--cluster", "cpu").out
+    for edge in json.loads(cli("explain", WORDS, "--cluster", "cpu", "--json").out)["edges"]:
+        assert out.count(edge["reason"]) == 1
+        source, target = (re.sub(r"client\.(\w+)", r"(\1)", edge[end]) for end in ("source", "target"))
+        number = re.search(rf"^{re.escape(f'{source} → {target}')} .* (\d+) *$", out, re.MULTILINE)
+        assert number and re.search(rf"^{number[1]}  {re.escape(edge['reason'])} *$", out, re.MULTILINE)
+
+
+def test_a_pipe_gets_100_columns_and_no_colours(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    out = cli("explain", "ming_omni").out
+    assert "\x1b" not in out
+    assert 80 < max(map(len, out.splitlines())) <= 100
+
+
+def test_explain_says_which_profile_and_why(cli: Cli) -> None:
+    assert (
+        "profile quiet (the default; --profile takes loud, mute too): says what it hears" in cli("explain", PARROT).out
+    )
+    assert "profile mute (by --profile): text only" in cli("explain", PARROT, "--profile", "mute").out
+    assert "words has no profiles" in cli("explain", WORDS).out
+    assert "without hum: this parrot cannot hum" in cli("explain", PARROT, "--profile", "mute").out
+
+
+def test_explain_says_where_each_setting_comes_from(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weakest first: profile, file, environment, command line."""
+    Path("own.toml").write_text(
+        "[parrot]\nprefix = 'file'\nrepeat = 2\nthreads = 2\n[server]\nport = 1\n[runtime]\ndeadline_s = 9\n"
+    )
+    monkeypatch.setenv("OMNIFLOW__PARROT__REPEAT", "3")
+    monkeypatch.setenv("OMNIFLOW__PARROT__THREADS", "3")
+    out = cli("explain", PARROT, "--profile", "loud", "--config", "own.toml", "--set", "parrot.threads=4").out
+    rows = dict(re.findall(r"^(\w+\.\w+) +(.*?) *$", out, flags=re.MULTILINE))
+    assert rows["parrot.restart"].split() == ["one_for_one", "profile", "loud"]
+    assert rows["parrot.prefix"].split() == ["file", "file", "own.toml"]
+    assert rows["parrot.repeat"].split() == ["3", "environment"]
+    assert rows["parrot.threads"].split() == ["4", "command", "line"]
+    assert rows["runtime.deadline_s"].split()[0] == "9.0"
+
+
+def test_explain_plans_for_machines_that_are_not_here(cli: Cli) -> None:
+    out = cli("explain", PARROT, "--cluster", "8xh200", "--set", "hum.device=gpu:3").out
+    assert "8xh200: 128 cores, 8 x H200 with 134 GiB" in out
+    assert "gpu:3" in out
+    line = refused(cli("explain", PARROT, "--cluster", "8xh2000"))
+    assert line.startswith("unknown cluster '8xh2000'; write cpu, or NxGPU")
+    assert "it wants a GPU, and cluster 'cpu' has none" in refused(
+        cli("explain", PARROT, "--cluster", "cpu", "--set", "hum.device=gpu")
+    )
+
+
+class PlanHost(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    stages: list[str]
+    devices: list[str]
+    budget_bytes: int
+    process: bool
+    start_method: str
+    restart: str
+    reason: str
+
+
+class PlanStage(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    actor: str
+    host: str | None
+    device: str
+    tp: int
+    memory_bytes: int
+    kv_tokens: int
+    settings: dict[str, str | int | float | bool | None]
+    absent: str | None
+
+
+class PlanEdge(msgspec.Struct, forbid_unknown_fields=True):
+    id: int
+    kind: str
+    source: str
+    target: str
+    type: str
+    transport: str
+    bound: int
+    reason: str
+
+
+class PlanGpu(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    memory_bytes: int
+
+
+class PlanCluster(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    cpu_cores: int
+    gpus: list[PlanGpu]
+
+
+class PlanSchema(msgspec.Struct, forbid_unknown_fields=True):
+    """Schema 1, as docs/explain.md describes it. A key that is renamed, removed or of another type fails here."""
+
+    schema: int
+    graph: str
+    profile: str | None
+    cluster: PlanCluster
+    hosts: list[PlanHost]
+    stages: list[PlanStage]
+    edges: list[PlanEdge]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["ming_omni"], [WORDS], [PARROT, "--profile", "mute"], [PARROT, "--cluster", "1xh200"]]
+)
+def test_the_json_of_explain_keeps_its_schema(cli: Cli, arguments: list[str]) -> None:
+    out = cli("explain", *arguments, "--json").out
+    made = msgspec.json.decode(out, type=PlanSchema)
+    assert made.schema == 1
+    assert out.startswith('{\n  "schema": 1,\n')
+    hosts = {host.name for host in made.hosts}
+    assert all((stage.host in hosts) != (stage.absent is not None) for stage in made.stages)
+    ends = {end.partition(".")[0] for edge in made.edges for end in (edge.source, edge.target)}
+    assert ends <= {stage.name for stage in made.stages} | {"client"}
+
+
+# -- what can be wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["run", "check", "explain", "draw"])
+def test_every_command_refuses_a_broken_graph_with_one_line(cli: Cli, command: str) -> None:
+    Path("bad_syntax.py").write_text("graph = (\n")
+    assert refused(cli(command, "bad_syntax.py")) == "bad_syntax.py:1: SyntaxError: '(' was never closed"
+    file = f"bad_cycle_{command}.py"  # modules keep their names
+    Path(file).write_text(
+        USER_GRAPH.format(setup="pass")
+        + "graph._inputs.clear()\ngraph.result(again, repeat)\ngraph.input(chat=repeat)\n"
+    )
+    assert refused(cli(command, file)).startswith("edge repeat.result -> again.text closes a cycle; a feedback edge is")
+    assert refused(cli(command, "nothing")).startswith("no graph is called 'nothing'")
+    assert (
+        refused(cli(command, PARROT, "--profile", "lod")) == "graph 'parrot' has no profile 'lod'; did you mean 'loud'?"
+    )
+    assert "declares no profiles" in refused(cli(command, WORDS, "--profile", "x"))
+
+
+@pytest.mark.parametrize("command", ["run", "check", "explain"])
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("parrot.repaet=2", "command line: stage 'parrot' has no setting 'repaet'; did you mean 'repeat'?"),
+        ("parrto.repeat=2", "command line: unknown key 'parrto.repeat'; did you mean 'parrot'?"),
+        ("parrot.repeat=two", "command line: parrot.repeat='two': Expected `int`, got `str`"),
+        ("parrot.repeat", "--set 'parrot.repeat': write it as stage.field=value"),
+        ("server.prot=1", "command line: unknown key server.prot; did you mean 'port'?"),
+        ("server.port=70000", "command line: server.port='70000': Expected `int` <= 65535"),
+        ("runtime.drain_s=-1", "command line: runtime.drain_s='-1': Expected `float` >= 0.0"),
+    ],
+)
+def test_settings_that_are_wrong(cli: Cli, command: str, setting: str, expected: str) -> None:
+    assert refused(cli(command, PARROT, "--set", setting)) == expected
+
+
+def test_config_files_that_are_wrong(cli: Cli) -> None:
+    assert refused(cli("check", PARROT, "--config", "no.toml")) == "cannot read no.toml: No such file or directory"
+    Path("bad.toml").write_text("[parrot\n")
+    assert refused(cli("check", PARROT, "--config", "bad.toml")).startswith("bad.toml is no valid TOML: ")
+    Path("flat.toml").write_text("port = 1\n")
+    assert "flat.toml: 'port' stands outside a table" in refused(cli("run", PARROT, "--config", "flat.toml"))
+    Path("typo.toml").write_text("[parrot]\nrepaet = 1\n")
+    assert refused(cli("run", PARROT, "--config", "typo.toml")).startswith("file typo.toml: stage 'parrot' has no")
+
+
+def test_the_environment_is_checked_too(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNIFLOW__PARROT__REPEAT", "many")
+    assert refused(cli("check", PARROT)) == "environment: parrot.repeat='many': Expected `int`, got `str`"
+
+
+def test_a_traceback_only_with_debug_wherever_it_stands(cli: Cli) -> None:
+    Path("bad_value.py").write_text("raise ValueError('no')\n")
+    for arguments in (["check", "bad_value.py", "--debug"], ["--debug", "check", "bad_value.py"]):
+        ran = cli(*arguments)
+        assert ran.code == 1
+        assert "Traceback (most recent call last)" in ran.err
+        assert ran.err.splitlines()[-1] == "error: bad_value.py:1: ValueError: no"
+
+
+def test_a_bug_of_ours_is_one_line_as_well(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("omniflow.cli.app.this_machine", broken)
+    line = refused(cli("explain", PARROT))
+    assert line.startswith("KeyError: 'lost'; this is a bug in omniflow")
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = (
+        f"{shlex.quote(sys.executable)} -m omniflow explain {shlex.quote(WORDS)} --json | true; exit ${{PIPESTATUS[0]}}"
+    )
+    ran = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert ran.stderr == ""
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+NEEDY = """\
+from pathlib import Path
+from omniflow import Actor, Graph, TextDelta
+from omniflow.weights import LocalWeights
+
+class Needy(Actor):
+    def __init__(self, *, model: str = "here"):
+        self.model = model
+    def weights(self):
+        return [LocalWeights(self.model)]
+    async def run(self, text: TextDelta) -> TextDelta:
+        return text
+
+graph = Graph("needy")
+a, b = graph.stage("a", Needy), graph.stage("b", Needy)
+graph.result(a, b)
+graph.input(chat=a)
+graph.output(text=b)
+graph.profile("here", "where they lie")
+"""
+
+
+def test_models_of_a_users_graph(cli: Cli) -> None:
+    Path("needy_graph.py").write_text(NEEDY)
+    Path("here").mkdir()
+    Path("here/file.bin").write_bytes(bytes(3000))
+    lines = cli("models", "list", "needy_graph.py").out.splitlines()
+    (row,) = [line for line in lines if line.startswith("here")]
+    assert row.split() == ["here", "local", "folder", "present", "2.9", "KiB"]
+    assert any(line.startswith("for a, b") for line in lines)
+    assert cli("models", "fetch", "needy_graph.py").out.split() == ["here", str(Path("here").absolute())]
+    assert cli("models", "list", PARROT).out == "no weights are needed\n"
+
+
+def test_run_refuses_missing_weights_and_actors_that_cannot_say_theirs(cli: Cli) -> None:
+    Path("needy_away.py").write_text(NEEDY.replace('"here"', '"away"'))
+    ran = cli("run", "needy_away.py", "--port", "0")
+    assert ran.code == 1 and "away: there is no such folder" in ran.err
+    Path("needy_broken.py").write_text(NEEDY.replace("[LocalWeights(self.model)]", "1 / 0"))
+    line = refused(cli("models", "list", "needy_broken.py"))
+    assert line == "stage 'a': Needy cannot say what weights it needs: ZeroDivisionError: division by zero"
+
+
+def test_models_of_all_shipped_graphs(cli: Cli) -> None:
+    out = cli("models", "list").out
+    assert "smollm2-135m-instruct" in out and "piper-joe" in out
+    assert "unknown weights 'smollm2-135m'; did you mean smollm2-135m-instruct?" in refused(
+        cli("models", "fetch", "smollm2-135m")
+    )
+
+
+# -- the machine ---------------------------------------------------------------------------------------------------
+
+
+def test_doctor_says_what_each_finding_means(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNIFLOW_CACHE", str(Path("cache").absolute()))
+    ran = cli("doctor")
+    assert (ran.code, ran.err) == (0, "")
+    for topic in ("python", "cores", "memory", "memfd", "pidfd", "seqpacket", "open files", "cache", "GPU"):
+        assert re.search(rf"^{topic}", ran.out, re.MULTILINE), topic
+    assert f"omniflow {__version__}" in ran.out
+
+
+def test_doctor_fails_where_something_needed_is_missing(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    ran = cli("doctor")
+    assert ran.code == 1
+    assert re.search(r"^pidfd +Operation not permitted", ran.out, re.MULTILINE)
+    assert re.search(r"^missing ", ran.out, re.MULTILINE)
+
+
+def test_doctor_tells_a_missing_extra_from_a_missing_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    requires = ["anyio>=4", "no-such-core>=1", "no-such-extra>=1; extra == 'server'", 'anyio>=4; extra == "dev"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: requires)
+    core, server, dev = doctor._packages()
+    assert (core.topic, core.verdict) == ("core", "missing") and "no-such-core" in core.meaning
+    assert (server.topic, server.verdict) == ("server", "note") and "pip install 'omniflow[server]'" in server.meaning
+    assert (dev.topic, dev.verdict) == ("dev", "ok")
+
+
+def test_this_machine_is_what_this_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5})
+    assert machine.num_cores() == 3
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(machine, "_CGROUP_LIMIT", limit)
+    installed = machine.memory_bytes()
+    limit.write_text("max\n")
+    assert machine.memory_bytes() == installed
+    limit.write_text("1048576\n")
+    assert machine.memory_bytes() == 2**20
+
+
+NVIDIA_SMI = """\
+0, GPU-aaaa1111-0000, NVIDIA H200, 143771, 570.86.15, 9.0
+1, GPU-bbbb2222-0000, NVIDIA H200, 143771, 570.86.15, 9.0
+"""
+
+
+def fake_nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_gpus_are_found_and_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_nvidia_smi(tmp_path, f"cat <<END\n{NVIDIA_SMI}END", monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = machine.this_machine()
+    assert found.name == "2xh200"
+    assert [gpu.model for gpu in found.gpus] == ["H200", "H200"]
+    assert found.gpus[0].memory_bytes == int(143771 * 2**20 * 0.96)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert machine.this_machine().name == "1xh200"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.this_machine().name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [(None, [0, 1]), ("1,0", [1, 0]), ("GPU-bbbb2222", [1]), ("0,7,1", [0]), ("-1", []), ("", []), (" 1 ", [1])],
+)
+def test_visible_gpus_as_cuda_reads_them(chosen: str | None, expected: list[int]) -> None:
+    gpus = machine.parse_gpus(NVIDIA_SMI).gpus
+    environ = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
+    assert [gpu.index for gpu in machine.visible_gpus(gpus, environ)] == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo 'NVIDIA-SMI has failed'; exit 9", "nvidia-smi failed: NVIDIA-SMI has failed"),
+        ("exit 3", "nvidia-smi failed: exit code 3"),
+        ("echo '0, GPU-1, NVIDIA GB10, [N/A], 580.1, 12.1'", "describes a GPU without memory of its own"),
+    ],
+)
+def test_a_sick_driver_is_a_finding_and_no_crash(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, expected: str
+) -> None:
+    fake_nvidia_smi(tmp_path, script, monkeypatch)
+    report = machine.find_gpus()
+    assert report.gpus == () and expected in (report.problem or "")
+    ran = cli("doctor")
+    assert ran.code == 0 and "graphs are planned for the CPU" in " ".join(ran.out.split())
+
+
+def test_sizes() -> None:
+    assert [size_text(size) for size in (0, 5, 1500, 2**20, 25 * 2**20, 2**31, 200 * 2**30)] == [
+        "-", "5 B", "1.5 KiB", "1.0 MiB", "25 MiB", "2.0 GiB", "200 GiB",
+    ]  # fmt: skip
+
+
+# -- run -----------------------------------------------------------------------------------------------------------
+
+
+class Running:
+    """`omniflow run` in a process of its own."""
+
+    def __init__(self, *arguments: str, cwd: Path = ROOT) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment.pop("COLUMNS", None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "omniflow", "run", *arguments],
+            cwd=cwd,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.out: list[str] = []
+        self.err: list[str] = []
+        self.url = ""
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream, lines))
+            for stream, lines in ((self.process.stdout, self.out), (self.process.stderr, self.err))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream: IO[str] | None, lines: list[str]) -> None:
+        assert stream is not None
+        for line in stream:
+            lines.append(line.rstrip("\n"))
+
+    def wait_for(self, text: str, within_s: float = 30) -> str:
+        """The first line of stdout that holds `text`."""
+        until = time.monotonic() + within_s
+        while time.monotonic() < until:
+            for line in list(self.out):
+                if text in line:
+                    return line
+            assert self.process.poll() is None or self._readers[0].is_alive(), self.err
+            time.sleep(0.01)
+        raise AssertionError(f"no {text!r} within {within_s} s: {self.out} {self.err}")
+
+    def wait_ready(self) -> Running:
+        self.url = self.wait_for(" is ready at ").split()[4]
+        return self
+
+    def end(self, within_s: float = 15) -> int:
+        code = self.process.wait(within_s)
+        for reader in self._readers:
+            reader.join()
+        return code
+
+    def chat(self, text: str, stream: bool = False) -> httpx.Response:
+        messages = [{"role": "user", "content": text}]
+        body = {"model": "parrot", "messages": messages, "stream": stream}
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=20)
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts commands; none outlives the test."""
+    running: list[Running] = []
+
+    def begin(*arguments: str, cwd: Path = ROOT) -> Running:
+        running.append(Running(*arguments, cwd=cwd))
+        return running[-1]
+
+    yield begin
+    for each in running:
+        each.process.kill()
+        each.end()
+
+
+def call_as_printed(line: str) -> httpx.Response:
+    """Do what a printed curl line does."""
+    words = shlex.split(line)
+    assert words[:2] == ["curl", "-s"]
+    body, header = words[words.index("-d") + 1], words[words.index("-H") + 1].split(": ")
+    return httpx.post(words[2], content=body, headers=[tuple(header)], timeout=20)  # type: ignore[list-item]
+
+
+def test_run_serves_what_it_prints_and_drains(start: Start, cli: Cli) -> None:
+    server = start(PARROT, "--profile", "loud", "--port", "0").wait_ready()
+    server.wait_for("curl -s " + server.url + "/v1/chat")
+    assert "profile loud (by --profile): two processes" in server.out
+    assert any(re.match(r"parrot.text → hum.texts .*arrow_shm", line) for line in server.out)
+    assert any(re.match(r"hum +ready in \d+\.\d s +process \d+", line) for line in server.out)
+    speech, chat = (line for line in server.out if line.startswith("curl "))
+    assert call_as_printed(speech).content.startswith(b"RIFF") and speech.endswith("-o hello.wav")
+    assert call_as_printed(chat).json()["choices"][0]["message"]["content"] == "HEY Who are you? "
+
+    # A second server is refused before it prints, fetches or loads anything.
+    port = server.url.rpartition(":")[2]
+    assert refused(cli("run", PARROT, "--port", port)) == (
+        f"127.0.0.1:{port} is in use; stop what listens there, or choose another --port (0 takes a free one)"
+    )
+
+    # A request that runs may end; then the process does.
+    replies: list[httpx.Response] = []
+    caller = threading.Thread(target=lambda: replies.append(server.chat("one wait wait two", stream=True)))
+    caller.start()
+    wait_until(lambda: httpx.get(f"{server.url}/health").json()["in_flight"] == 1)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for("SIGTERM: 1 under way")
+    assert server.chat("hello").json()["error"]["message"] == "the runtime is draining"
+    assert server.end() == 0
+    caller.join()
+    assert replies[0].text.endswith("data: [DONE]\n\n") and "two" in replies[0].text
+    assert server.err == []
+
+
+def wait_until(holds: Callable[[], Any], within_s: float = 10) -> None:
+    until = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_second_signal_stops_at_once(start: Start) -> None:
+    server = start(PARROT, "--port", "0").wait_ready()
+    replies: list[httpx.Response] = []
+    caller = threading.Thread(target=lambda: replies.append(server.chat("one " + "wait " * 40, stream=True)))
+    caller.start()
+    wait_until(lambda: httpx.get(f"{server.url}/health").json()["in_flight"] == 1)
+    server.process.send_signal(signal.SIGINT)
+    server.wait_for("SIGINT: 1 under way, which may end within 20 s; a second signal stops now")
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGINT)
+    assert server.end() == 0
+    assert time.monotonic() - began < 5
+    caller.join()
+    assert "[DONE]" not in replies[0].text and "the runtime is stopping" in replies[0].text
+
+
+def test_a_graph_that_fails_for_good_ends_the_command(start: Start) -> None:
+    server = start(PARROT, "--profile", "loud", "--port", "0").wait_ready()
+    assert server.chat("die").status_code == 503
+    wait_until(lambda: server.chat("hello").status_code == 200)  # restarted, once
+    assert server.chat("die").status_code == 503
+    assert server.end() == 1
+    assert server.err[-1] == "error: stage 'parrot': died 2 times within 60 s, the last time: killed by SIGKILL"
+
+
+def test_a_users_actors_run_in_processes_of_their_own_from_any_folder(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "user" / "my_graph.py"
+    file.parent.mkdir()
+    file.write_text(USER_GRAPH.format(setup="pass"))
+    server = start("user/my_graph.py", "--port", "0", "--set", "repeat.times=3", cwd=tmp_path).wait_ready()
+    processes = {line.split()[-1] for line in server.out if re.match(r"(repeat|again) +ready", line)}
+    assert len(processes - {str(server.process.pid)}) == 2
+    assert {stage["state"] for stage in httpx.get(f"{server.url}/health").json()["stages"]} == {"ready"}
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 0 and server.err == []
+
+
+@pytest.mark.parametrize("options", [[], ["--single-process"]])
+def test_a_stage_that_cannot_start_is_one_line(cli: Cli, options: list[str]) -> None:
+    file = f"my_broken_{len(options)}.py"
+    Path(file).write_text(USER_GRAPH.format(setup="import not_there"))
+    ran = cli("run", file, "--port", "0", *options)
+    assert ran.code == 1
+    (line,) = ran.err.splitlines()
+    assert re.fullmatch(
+        r"error: stage '(repeat|again)': (failed to start: )?ModuleNotFoundError: No module named 'not_there' "
+        r"\(--debug shows the traceback\)",
+        line,
+    )
+
+
+def test_debug_shows_the_traceback_of_the_stages_own_process(cli: Cli) -> None:
+    Path("my_broken.py").write_text(USER_GRAPH.format(setup="import not_there"))
+    ran = cli("run", "my_broken.py", "--port", "0", "--debug")
+    assert ran.code == 1
+    assert 'my_broken.py", line 8, in setup' in ran.err and "typer" not in ran.err
+    assert ran.err.splitlines()[-1].endswith("ModuleNotFoundError: No module named 'not_there'")
+
+
+def test_a_signal_while_stages_start_ends_the_command(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "my_slow.py").write_text(USER_GRAPH.format(setup="import anyio; await anyio.sleep(60)"))
+    port = free_port()
+    server = start("my_slow.py", "--port", str(port), "--single-process", cwd=tmp_path)
+    wait_until(lambda: answers(port), 20)
+    assert httpx.get(f"http://127.0.0.1:{port}/live").status_code == 200
+    assert httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 503
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 0
+    assert server.err == []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_addresses_that_cannot_be_listened_on() -> None:
+    from omniflow.cli.serving import refuse_taken_address
+    from omniflow.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1:0: .*; choose another --host or --port"):
+        refuse_taken_address(ServerConfig(host="192.0.2.1", port=0))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="is in use; stop what listens there"):
+            refuse_taken_address(ServerConfig(port=taken.getsockname()[1]))
