@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import ctranslate2
 
 WINDOWS_S = (10, 20, 30)
-"""Whisper was trained on 30 s, padded with silence; a shorter window costs less: 0.13, 0.27 and 0.55 s on one core."""
+"""Whisper was trained on 30 s, padded with silence; a shorter window costs less: 0.11, 0.26 and 0.5 s of one core."""
 MARGIN_S = 6
 """Silence that a window shorter than 30 s keeps after its clip. With 2 s Whisper repeats itself in 1 clip of 10."""
 MAX_TOKENS = 224
@@ -88,7 +88,7 @@ class Whisper:
 class WhisperTranscriber(Actor):
     """Hears by transcription: fills `AudioFeatures.texts`. The default model knows English only.
 
-    A step is one pass over at most two windows of one length: 0.13 to 1.6 s of one core. A conversation with more
+    A step is one pass over at most two windows of one length: 0.11 to 1.6 s of one core. A conversation with more
     than `max_seconds` of audio is refused.
     """
 
