@@ -42,7 +42,8 @@ class Admission:
             await waiter
         except asyncio.CancelledError:
             if waiter.cancelled():
-                self._queue.remove(waiter)
+                # `free` may have passed over it already.
+                self._queue = deque(other for other in self._queue if other is not waiter)
             elif waiter.exception() is None:
                 self.free()
             raise

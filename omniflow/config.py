@@ -179,24 +179,28 @@ def _field_value(config: type[msgspec.Struct], table: str, field: str, value: An
     return convert(value, hints[field], f"{table}.{field}", source)
 
 
-def convert(value: Any, hint: Any, where: str, source: str) -> Any:
-    """`value` (text is parsed) as type `hint`. Raises ConfigError that names the key and what would pass."""
+def convert(value: Any, hint: Any, where: str, source: str, *, lax: bool = True) -> Any:
+    """`value` as type `hint`; text is parsed where `lax`. Raises ConfigError that names the key and what would pass."""
     try:
-        return msgspec.convert(value, hint, strict=not isinstance(value, str))
+        return msgspec.convert(value, hint, strict=not (lax and isinstance(value, str)))
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {where}={value!r}: {error}") from None
 
 
 def _checked(stage: Stage) -> Stage:
-    """Check the settings that graph and profile gave against the actor's signature, too."""
+    """Check what graph and profile gave, too: fields of the stage, and settings against its actor's signature."""
     known = settings_of(stage.actor)
+    fields = msgspec.structs.asdict(stage)
+    for field, hint in STAGE_FIELDS.items():
+        if fields[field] is not None:
+            convert(fields[field], hint, f"{stage.name}.{field}", "graph", lax=False)
     for field, value in stage.settings.items():
         if field not in known:
             raise ConfigError(
                 f"stage {stage.name!r}: {stage.actor.__name__} has no setting {field!r}"
                 f"{nearest(field, [*known, *STAGE_FIELDS])}"
             )
-        convert(value, known[field][0], f"{stage.name}.{field}", "graph")
+        convert(value, known[field][0], f"{stage.name}.{field}", "graph", lax=False)
     for field, (_, default) in known.items():
         if default is inspect.Parameter.empty and field not in stage.settings:
             raise ConfigError(f"stage {stage.name!r}: {stage.actor.__name__} needs a value for {field!r}")

@@ -236,6 +236,9 @@ class Graph:
         self, source: Stage | Opening, target: Stage | Opening, *, bound: int | None = None, loop: int | None = None
     ) -> None:
         """Connect a stream port to a stream port. `bound`: credits; `loop`: a feedback edge, so many items."""
+        for name, value in (("bound", bound), ("loop", loop)):
+            if value is not None and value < 1:
+                raise GraphError(f"a stream edge with {name}={value} carries nothing; {name} is at least 1")
         self._edges.append(self._connect("stream", source, target, bound=bound, loop=loop))
 
     def fan_in(self, target: Stage, **sources: Stage | Opening) -> None:
@@ -248,7 +251,7 @@ class Graph:
         for name, target in entries.items():
             stage, wanted = _side(target)
             self._own(stage)
-            port = _choose(f"input {name!r}", stage, stage.ports.inputs, wanted, None)
+            port = _choose(f"input {name!r}", stage, stage.ports.inputs, wanted)
             kind: EdgeKind = "stream" if port.kind == "stream" else "result"
             self._inputs.append(Edge(kind, CLIENT, name, stage.name, port.name))
 
@@ -257,7 +260,7 @@ class Graph:
         for name, source in exits.items():
             stage, wanted = _side(source)
             self._own(stage)
-            port = _choose(f"output {name!r}", stage, stage.ports.outputs, wanted, None)
+            port = _choose(f"output {name!r}", stage, stage.ports.outputs, wanted)
             kind: EdgeKind = "stream" if port.kind == "stream" else "result"
             self._outputs.append(Edge(kind, stage.name, port.name, CLIENT, name))
 
@@ -307,19 +310,20 @@ class Graph:
         self._own(to_stage)
         where = f"{kind} edge {from_stage.name} -> {to_stage.name}"
         wanted = "stream" if kind == "stream" else "value"
-        known = [port for port in from_stage.ports.outputs if from_port in (None, port.name)]
+        outputs = from_stage.ports.outputs
+        known = outputs if from_port is None else [_choose(where, from_stage, outputs, from_port)]
         kept = [port for port in known if port.kind == wanted]
         inputs = to_stage.ports.inputs
         if to_port is None:
             fitting = [p for p in inputs if p.kind == wanted and any(fits(k.type, p.type) for k in kept)]
             _refuse_kind(where, to_stage, inputs, wanted, "into")
-            target_port = _choose(where, to_stage, fitting or [p for p in inputs if p.kind == wanted], None, "target")
+            target_port = _choose(where, to_stage, fitting or [p for p in inputs if p.kind == wanted], None)
         else:
-            target_port = _choose(where, to_stage, inputs, to_port, "target")
+            target_port = _choose(where, to_stage, inputs, to_port)
             _refuse_kind(where, to_stage, [target_port], wanted, "into")
-        _refuse_kind(where, from_stage, known or from_stage.ports.outputs, wanted, "out of")
+        _refuse_kind(where, from_stage, known, wanted, "out of")
         fitting = [port for port in kept if fits(port.type, target_port.type)]
-        source_port = _choose(where, from_stage, fitting or kept, from_port, "source")
+        source_port = _choose(where, from_stage, fitting or kept, None)
         if not fits(source_port.type, target_port.type):
             raise GraphError(
                 f"{where}: port {source_port.name!r} gives {type_name(source_port.type)}, but port "
@@ -340,7 +344,7 @@ def _port(ports: Iterable[Port], name: str) -> Port:
     return next(port for port in ports if port.name == name)
 
 
-def _choose(where: str, stage: Stage, ports: Iterable[Port], wanted: str | None, side: str | None) -> Port:
+def _choose(where: str, stage: Stage, ports: Iterable[Port], wanted: str | None) -> Port:
     found = list(ports)
     if wanted is not None:
         for port in found:
@@ -485,6 +489,8 @@ def validate(spec: GraphSpec) -> None:
     """Prove that every request can finish. Raises GraphError that names stage, port and the likely mistake."""
     checks: list[Callable[[GraphSpec], None]] = [
         _refuse_no_ends,
+        _refuse_blocking_streams,
+        _refuse_unknown_neighbours,
         _refuse_two_sources,
         _refuse_missing_sources,
         _refuse_unreachable,
@@ -507,6 +513,26 @@ def _refuse_no_ends(spec: GraphSpec) -> None:
         for name in names:
             if names.count(name) > 1:
                 raise GraphError(f"{what} {name!r} is declared twice; names are unique")
+
+
+def _refuse_blocking_streams(spec: GraphSpec) -> None:
+    for stage in spec.stages:
+        ports = [*stage.ports.inputs, *stage.ports.outputs]
+        if any(port.kind == "stream" for port in ports) and not inspect.iscoroutinefunction(stage.actor.run):
+            raise GraphError(
+                f"stage {stage.name!r}: {stage.actor.__name__}.run() has stream ports, so it is an `async def`; "
+                f"blocking work in it goes to self.offload(...)"
+            )
+
+
+def _refuse_unknown_neighbours(spec: GraphSpec) -> None:
+    names = [stage.name for stage in spec.stages]
+    for stage in spec.stages:
+        if stage.near is not None and stage.near not in names:
+            raise GraphError(
+                f"stage {stage.name!r}: near={stage.near!r} names no stage of graph {spec.name!r}"
+                f"{nearest(stage.near, names)}"
+            )
 
 
 def _refuse_two_sources(spec: GraphSpec) -> None:
@@ -608,7 +634,14 @@ def _refuse_dead_routes(spec: GraphSpec) -> None:
 
 def _refuse_unfed_ports(spec: GraphSpec, entry: str, outputs: Iterable[str]) -> None:
     part = route(spec.all_edges, spec.absent, entry, outputs)
-    fed = {(edge.target, edge.target_port) for edge in part.edges}
+    fed: set[tuple[str, str]] = set()
+    for edge in part.edges:
+        if (edge.target, edge.target_port) in fed:
+            raise GraphError(
+                f"stage {edge.target!r}: port {edge.target_port!r} is fed by input {entry!r} and, in the same request, "
+                f"by {edge.source!r}; give each its own port"
+            )
+        fed.add((edge.target, edge.target_port))
     for stage in spec.stages:
         if stage.name not in part.stages:
             continue

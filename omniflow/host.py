@@ -25,13 +25,13 @@ from omniflow.batcher import Batcher
 from omniflow.errors import (
     ActorBrokenError,
     ErrorInfo,
+    InvalidInputError,
     OmniflowError,
     ProtocolError,
     RequestError,
     StageError,
-    UnsupportedError,
 )
-from omniflow.graph import Edge, Stage, route
+from omniflow.graph import CLIENT, Edge, Stage, route
 from omniflow.mailbox import Credits, Mailbox
 from omniflow.messages import (
     Cancel,
@@ -51,9 +51,12 @@ from omniflow.messages import (
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge
 from omniflow.transport.base import Link
 from omniflow.transport.local_object import loopback
-from omniflow.visit import PortEmit, Run, StageRoute, Visit, refuse_wrong_type
+from omniflow.visit import PortEmit, Run, StageRoute, Visit, results_of
 
 log = logging.getLogger("omniflow.host")
+
+_MAX_TEXT = 8000
+"""Characters of an error's text that travel: a control message has 128 KB, whatever a stage raises."""
 
 
 class HostSpec(msgspec.Struct, frozen=True):
@@ -116,6 +119,8 @@ class Host:
         self.links: dict[str, Link] = {}
         self.broken = False
         self._visits: dict[int, Visit] = {}
+        self._last_opened = 0
+        self._early: list[tuple[int, Callable[[], None]]] = []
         self._stages: dict[str, _LocalStage] = {}
         self._edges = {edge.id: edge for edge in spec.edges}
         self._numbers = {(edge.source, edge.source_port, edge.target, edge.target_port): edge.id for edge in spec.edges}
@@ -139,7 +144,7 @@ class Host:
         finally:
             with anyio.CancelScope(shield=True):
                 for local in self._stages.values():
-                    await local.actor.close()
+                    await self._close_actor(local)
 
     async def _set_up(self) -> bool:
         for stage in self.spec.stages:
@@ -156,6 +161,12 @@ class Host:
             self.links[FRONT].send(StageReady(stage.name, time.perf_counter() - began))
         return True
 
+    async def _close_actor(self, local: _LocalStage) -> None:
+        try:
+            await local.actor.close()
+        except Exception:  # the boundary to actor code: the other actors are closed, too
+            log.exception("stage %s failed in close", local.stage.name)
+
     def _spawn(self, call: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
         if self._tasks is not None:
             self._tasks.start_soon(call, *arguments)
@@ -165,13 +176,15 @@ class Host:
         self.broken = True
         detail = "" if isinstance(error, OmniflowError) else "".join(traceback.format_exception(error))
         message = str(error) if isinstance(error, OmniflowError) else f"{type(error).__name__}: {error}"
-        self.links[FRONT].send(HostFailed(stage, message[:8000], detail[-16000:]))
+        self.links[FRONT].send(HostFailed(stage, message[:_MAX_TEXT], detail[-2 * _MAX_TEXT :]))
         self.stopped.set()
 
     # -- what links deliver ----------------------------------------------------------------------------------------
 
     def on_message(self, link: Link, message: Message, descriptors: Sequence[int]) -> None:
         match message:
+            case Credit() | End() | Skip() if message.request > self._last_opened:
+                self._hold(message.request, functools.partial(self.on_message, link, message, descriptors))
             case Credit():
                 visit = self._visits.get(message.request)
                 if visit is not None and message.edge in visit.credits:
@@ -182,6 +195,8 @@ class Host:
                 self._on_skip(message.edge, message.request)
             case Open():
                 self._open(message)
+                if self._early:
+                    self._deliver_early()
             case Cancel():
                 visit = self._visits.get(message.request)
                 if visit is not None:
@@ -202,12 +217,21 @@ class Host:
             del self.links[link.peer]
 
     def on_bad_item(self, link: Link, edge: int, request: int, error: ErrorInfo) -> None:
+        if request > self._last_opened:
+            self._hold(request, functools.partial(self.on_bad_item, link, edge, request, error))
+            return
         visit = self._visit(request)
         if visit is not None:
-            failure = ProtocolError(error.message, stage=self._edges[edge].target)
-            self._fail(visit, failure)
+            planned = self._edges[edge]
+            if planned.source == CLIENT:
+                self._fail(visit, InvalidInputError(error.message, param=planned.source_port))
+            else:
+                self._fail(visit, ProtocolError(error.message, stage=planned.source))
 
     def on_item(self, link: Link, edge: int, request: int, seq: int, value: object) -> None:
+        if request > self._last_opened:
+            self._hold(request, functools.partial(self.on_item, link, edge, request, seq, value))
+            return
         visit = self._visit(request)
         if visit is None:
             return
@@ -252,24 +276,37 @@ class Host:
         if not port.optional:
             self._skip_stage(visit, run)
             return
+        if run.started:
+            run.streams[port.name].end(0)
+            return
         run.values[port.name] = None
         run.streams.pop(port.name, None)
         run.missing.discard(port.name)
         self._start_if_ready(visit, run)
 
     def _visit(self, request: int) -> Visit | None:
-        """The open visit of a request. An item can overtake `Open`, which came by the runtime's link: look there."""
+        """The visit of a request, unless it is over."""
         visit = self._visits.get(request)
-        if visit is None:
-            self.links[FRONT].poll()
-            visit = self._visits.get(request)
         return None if visit is None or visit.over else visit
+
+    def _hold(self, request: int, deliver: Callable[[], None]) -> None:
+        """Keep what another host sent for a request whose `Open` is still under way on the runtime's own link."""
+        self._early.append((request, deliver))
+
+    def _deliver_early(self) -> None:
+        """Requests are opened in the order of their numbers: what is older than the last one will not come."""
+        early = self._early
+        self._early = [(request, deliver) for request, deliver in early if request > self._last_opened]
+        for request, deliver in early:
+            if request == self._last_opened:
+                deliver()
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _open(self, message: Open) -> None:
         context = Context(message.request_id, message.options, message.deadline_s)
         visit = self._visits[message.request] = Visit(message.request, context)
+        self._last_opened = message.request
         for stage_route in self._route(message.entry, message.outputs):
             run = visit.runs[stage_route.stage] = Run(stage_route)
             for port in stage_route.ports.inputs:
@@ -284,6 +321,9 @@ class Host:
             for name, edges in stage_route.outputs.items():
                 if any(port.name == name and port.kind == "stream" for port in stage_route.ports.outputs):
                     visit.credits |= {edge: Credits(self._edges[edge].bound) for edge in edges}
+            if not stage_route.inputs:
+                # Everything that could feed it is absent from this profile: nothing will arrive to start it.
+                self._start_if_ready(visit, run)
 
     def _route(self, entry: str, outputs: tuple[str, ...]) -> list[StageRoute]:
         found = self._routes.get((entry, outputs))
@@ -329,9 +369,9 @@ class Host:
         except ActorBrokenError as error:
             self._fail(visit, StageError(error.message, stage=run.route.stage))
             self._break(run.route.stage, error)
-        except Exception as error:  # noqa: BLE001 - a bug in `run` ends its own request only (docs/adr/0004)
+        except Exception as error:  # a bug in `run` ends its own request only (docs/adr/0004)
             log.exception("stage %s failed for request %s", run.route.stage, visit.context.request_id)
-            self._fail(visit, StageError(f"{type(error).__name__}: {error}"[:2000], stage=run.route.stage))
+            self._fail(visit, StageError(f"{type(error).__name__}: {error}", stage=run.route.stage))
         finally:
             visit.scopes.discard(scope)
             visit.num_running -= 1
@@ -354,28 +394,20 @@ class Host:
 
     async def _finish_stage(self, visit: Visit, run: Run, result: Any) -> None:
         """Send what the stage gave, end its streams, and forget it."""
+        # A result that breaks the contract is found before a reader is told that its stream has ended well.
+        values = results_of(run.route, result)
         for mailbox in run.streams.values():
             mailbox.discard()
         for port in run.route.ports.outputs:
-            edges = run.route.outputs[port.name]
-            if port.kind == "stream":
-                for edge in edges:
+            for edge in run.route.outputs[port.name]:
+                if port.kind == "stream":
                     self._send(edge, End(edge, visit.request, visit.credits[edge].seq))
-                continue
-            value = result
-            if run.route.ports.split:
-                value = msgspec.structs.asdict(result)[port.name]
-            if value is None and port.optional:
-                for edge in edges:
+                elif port.optional and values[port.name] is None:
                     self._send(edge, Skip(edge, visit.request))
-                continue
-            refuse_wrong_type(run.route.stage, port, value)
-            if port.name in run.route.refusals:
-                raise UnsupportedError(run.route.refusals[port.name], stage=run.route.stage)
-            for edge in edges:
-                pending = self._send_item(edge, visit.request, 0, value)
-                if pending is not None:
-                    await pending
+                else:
+                    pending = self._send_item(edge, visit.request, 0, values[port.name])
+                    if pending is not None:
+                        await pending
         visit.runs.pop(run.route.stage, None)
 
     def _skip_stage(self, visit: Visit, run: Run) -> None:
@@ -389,14 +421,25 @@ class Host:
     def _fail(self, visit: Visit, error: RequestError) -> None:
         if not visit.over:
             error.request_id = visit.context.request_id
-            self.links[FRONT].send(Failure(visit.request, error.info()))
+            info = msgspec.structs.replace(error.info(), message=error.message[:_MAX_TEXT])
+            self.links[FRONT].send(Failure(visit.request, info))
             visit.stop()
             self._close_if_done(visit)
 
     def _close_if_done(self, visit: Visit) -> None:
         if visit.num_running == 0 and (visit.over or not visit.runs) and visit.request in self._visits:
             del self._visits[visit.request]
-            self.links[FRONT].send(Closed(visit.request, visit.unfinished))
+            behind = [link for link in self.links.values() if link.peer != FRONT and link.statistics().backlog]
+            if behind and not visit.over:
+                self._spawn(self._close_when_sent, visit, behind)
+            else:
+                self.links[FRONT].send(Closed(visit.request, visit.unfinished))
+
+    async def _close_when_sent(self, visit: Visit, links: Sequence[Link]) -> None:
+        """What has not left this process is lost if it dies: until then the request has something here."""
+        for link in links:
+            await link.flushed()
+        self.links[FRONT].send(Closed(visit.request, visit.unfinished))
 
     # -- ways out --------------------------------------------------------------------------------------------------
 

@@ -122,6 +122,11 @@ class Credits:
         self.seq += 1
         return self.seq - 1
 
+    def untake(self) -> None:
+        """The item of the last `take` was not sent."""
+        self._free += 1
+        self.seq -= 1
+
     def give(self, count: int) -> None:
         """Credit came back from the reader."""
         if count == READER_GONE:

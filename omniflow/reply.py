@@ -69,12 +69,24 @@ class Reply(AsyncIterator[Output]):
             return
         exit = self.plan.exits[edge]
         if seq != self._received[edge]:
-            raise ProtocolError(f"output {exit.target_port!r}: item {seq} where {self._received[edge]} was due")
+            raise ProtocolError(
+                f"output {exit.target_port!r}: item {seq} where {self._received[edge]} was due", stage=exit.source
+            )
         self._received[edge] += 1
         self._items.append((edge, value))
         self._wake()
         if exit.kind != "stream":
             self.end_exit(edge)
+
+    def end_stream(self, edge: int, count: int) -> None:
+        """A stream output has ended after `count` items. Raises ProtocolError where some were lost on the way."""
+        exit = self.plan.exits[edge]
+        if not self.ended and count != self._received[edge]:
+            raise ProtocolError(
+                f"output {exit.target_port!r} ended after {count} items, but {self._received[edge]} arrived",
+                stage=exit.source,
+            )
+        self.end_exit(edge)
 
     def end_exit(self, edge: int) -> None:
         """An output has ended; the request has, once all have."""

@@ -17,7 +17,7 @@ import os
 import uuid
 from collections.abc import Collection, Sequence
 from types import TracebackType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 import anyio
 import anyio.abc
@@ -37,7 +37,7 @@ from omniflow.errors import (
     UnsupportedError,
     error_from_info,
 )
-from omniflow.graph import nearest, route
+from omniflow.graph import nearest, route, type_name
 from omniflow.host import Host, host_spec
 from omniflow.media import Options
 from omniflow.messages import (
@@ -61,6 +61,7 @@ from omniflow.supervisor import Supervisor
 from omniflow.transport.arrow_shm import SharedMemory
 from omniflow.transport.base import Link
 from omniflow.transport.local_object import local_pair
+from omniflow.visit import accepts
 
 log = logging.getLogger("omniflow.runtime")
 
@@ -164,6 +165,7 @@ class Runtime:
         """Refuse new requests, wait for the running ones (at most `drain_s`)."""
         self.state = "draining"
         self._refuse_queued()
+        self._notify()
         with anyio.move_on_after(self.config.drain_s):
             while self._requests:
                 await self._wait_change()
@@ -177,6 +179,7 @@ class Runtime:
     async def _stop(self) -> None:
         self.state = "stopped" if self.state != "failed" else "failed"
         self._refuse_queued()
+        self._notify()
         for reply in list(self._requests.values()):
             self.end_request(reply, UnavailableError("the runtime is stopping"))
         for host, _ in self._inline.values():
@@ -185,7 +188,9 @@ class Runtime:
         for link in list(self._memory.links):
             link.close()
         self._memory.close()
-        self._requests.clear()
+        for reply in list(self._requests.values()):
+            reply.open_hosts.clear()
+            self._forget_if_done(reply)
 
     def _refuse_queued(self) -> None:
         self._admission.refuse_all(UnavailableError(f"the runtime is {self.state}", retry_after_s=5.0))
@@ -215,52 +220,57 @@ class Runtime:
         OverloadedError or UnavailableError before anything of it runs.
         """
         plan = self._plan_for(entry, outputs)
+        items = _entering(plan.entry, value)
         deadline = deadline_s or self.config.deadline_s
-        expires = asyncio.get_running_loop().time() + deadline
+        waits_for = "a place"
         with anyio.move_on_after(deadline) as scope:
             await self._admit(plan)
-        if scope.cancelled_caught:
-            raise DeadlineError(f"the deadline of {deadline:g} s passed while the request waited for a place")
-        number = next(self._numbers)
-        reply = Reply(self, number, request_id or uuid.uuid4().hex, plan, deadline)
-        self._requests[number] = reply
+            waits_for = "room to enter"
+            number = next(self._numbers)
+            reply = Reply(self, number, request_id or uuid.uuid4().hex, plan, deadline)
+            await self._enter(reply, items, options or Options(), scope.deadline)
+            return reply
+        raise DeadlineError(f"the deadline of {deadline:g} s passed while the request waited for {waits_for}")
+
+    async def _enter(self, reply: Reply, items: Sequence[object], options: Options, expires: float) -> None:
+        """Open the request in all its hosts and send its items; where that fails, nothing of it is left."""
+        plan = reply.plan
+        self._requests[reply.number] = reply
         reply.expiry = asyncio.get_running_loop().call_at(expires, self._expire, reply)
         names = tuple(exit.target_port for exit in plan.exits.values())
-        opening = Open(number, reply.request_id, entry, names, options or Options(), deadline)
-        # The host of the entry comes last: whatever it sends on finds the request open everywhere else.
-        for host in plan.hosts:
-            self._send(host, opening)
+        opening = Open(reply.number, reply.request_id, plan.entry.source_port, names, options, reply.deadline_s)
         try:
-            await self._enter(reply, value)
+            for host in plan.hosts:
+                self._send(host, opening)
+            if len(items) <= plan.entry.bound:
+                await self._enter_items(reply, items)
+            elif self._tasks is not None:
+                self._tasks.start_soon(self._enter_items, reply, items)
         except BaseException:
             self.end_request(reply, CancelledError("the request could not enter the graph"))
             raise
-        return reply
-
-    async def _enter(self, reply: Reply, value: object) -> None:
-        edge = reply.plan.entry
-        if edge.kind != "stream":
-            await self._send_item(edge, reply.number, 0, value)
-            return
-        items = list(value) if isinstance(value, (list, tuple)) else [value]
-        if len(items) <= edge.bound:
-            await self._enter_items(reply, items)
-        elif self._tasks is not None:
-            self._tasks.start_soon(self._enter_items, reply, items)
+        if reply.error is not None and isinstance(reply.error, InvalidInputError):
+            raise reply.error
 
     async def _enter_items(self, reply: Reply, items: Sequence[object]) -> None:
         edge = reply.plan.entry
-        for item in items:
-            seq = await reply.credits.take()
-            if seq < 0 or reply.ended:
-                return
-            await self._send_item(edge, reply.number, seq, item)
-        self._send(edge.target_host, End(edge.id, reply.number, reply.credits.seq))
+        try:
+            for item in items:
+                seq = await reply.credits.take()
+                if seq < 0 or reply.ended:
+                    return
+                await self._send_item(edge, reply.number, seq, item)
+        except ProtocolError as error:
+            # What the caller gave cannot travel; a task of its own must not end the runtime with it.
+            self.end_request(reply, InvalidInputError(error.message, param=edge.source_port))
+            return
+        if edge.kind == "stream":
+            self._send(edge.target_host, End(edge.id, reply.number, reply.credits.seq))
 
     def _plan_for(self, entry: str, outputs: Collection[str] | None) -> RequestPlan:
         inputs = self.plan.inputs
         if entry not in inputs:
-            raise InvalidInputError(f"graph {self.plan.name!r} has no input {entry!r}{nearest(entry, inputs)}")
+            self._refuse_entry(entry)
         possible = self.plan.outputs_of(entry)
         wanted = tuple(sorted(possible if outputs is None else outputs))
         found = self._plans.get((entry, wanted))
@@ -274,6 +284,13 @@ class Runtime:
                 raise UnsupportedError(reason)
         self._plans[entry, wanted] = found = self._work_out(entry, wanted)
         return found
+
+    def _refuse_entry(self, entry: str) -> NoReturn:
+        spec = self.plan.graph
+        for edge in spec.inputs:
+            if edge.source_port == entry:
+                raise UnsupportedError(spec.absent[edge.target])
+        raise InvalidInputError(f"graph {spec.name!r} has no input {entry!r}{nearest(entry, self.plan.inputs)}")
 
     def _absence(self, output: str) -> str | None:
         """Why a declared output is missing, where its stage is absent in this profile."""
@@ -395,7 +412,12 @@ class Runtime:
 
     def _heard_of_request(self, host: str, reply: Reply, message: End | Skip | Credit | Failure | Closed) -> None:
         match message:
-            case End() | Skip():
+            case End():
+                try:
+                    reply.end_stream(message.edge, message.count)
+                except ProtocolError as error:
+                    self.end_request(reply, error)
+            case Skip():
                 reply.end_exit(message.edge)
             case Credit():
                 reply.credits.give(message.count)
@@ -439,12 +461,16 @@ class Runtime:
         for reply in list(self._requests.values()):
             if host in reply.open_hosts:
                 reply.open_hosts.discard(host)
-                stage = next(h.stages[0] for h in self.plan.hosts if h.name == host)
-                self.end_request(
-                    reply, StageDiedError(f"its process died ({reason}); it is being restarted", stage=stage)
-                )
+                self.end_request(reply, self._died(host, reason))
                 self._forget_if_done(reply)
         self._notify()
+
+    def _died(self, host: str, reason: str) -> StageDiedError:
+        """A host has the name of its heaviest stage, unless it is the runtime's own."""
+        planned = next(planned for planned in self.plan.hosts if planned.name == host)
+        stage = host if host in planned.stages else planned.stages[0]
+        hope = "" if planned.restart.strategy == "stop" else "; it is being restarted"
+        return StageDiedError(f"its process died ({reason}){hope}", stage=stage)
 
     def on_failed(self, host: str, error: StartError) -> None:
         self._failure = error
@@ -483,6 +509,18 @@ class Runtime:
         pending = link.send_item(edge.id, request, seq, value) if link is not None else None
         if pending is not None:
             await pending
+
+
+def _entering(edge: PlannedEdge, value: object) -> Sequence[object]:
+    """The items that enter the graph. Raises InvalidInputError where one is not of the type of the input."""
+    items = list(value) if edge.kind == "stream" and isinstance(value, (list, tuple)) else [value]
+    for item in items:
+        if not accepts(edge.type, item):
+            raise InvalidInputError(
+                f"input {edge.source_port!r} takes {type_name(edge.type)}, but got {type(item).__name__}",
+                param=edge.source_port,
+            )
+    return items
 
 
 __all__ = ["Output", "Reply", "Runtime", "RuntimeStatus", "StageStatus", "State"]

@@ -6,10 +6,12 @@ Death is seen through a pidfd in the event loop (1-2 ms, no polling); a hang thr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import os
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -69,6 +71,10 @@ class Child:
         self.swept = False
         """Killed because another host's strategy restarts it too; that is no death of its own."""
         self.gone = anyio.Event()
+        self.started = 0.0
+        self.launched = anyio.Event()
+        """Set unless its process is being started right now."""
+        self.launched.set()
 
     @property
     def pid(self) -> int | None:
@@ -116,26 +122,43 @@ class Supervisor:
             await anyio.sleep(delay_s)
         if self._stopping:
             return
-        spec = host_spec(self._plan, child.host.name, shm_bytes=self._config.shm_bytes, beat_s=self._config.hang_s / 10)
-        ours, theirs = socket_pair()
-        context = multiprocess.get_context(child.host.start_method)
-        parent = os.getpid() if child.host.start_method == "spawn" else 0
-        process = context.Process(
-            target=host_main, args=(spec, theirs, parent, log.getEffectiveLevel()), name=child.host.name, daemon=True
-        )
-        if child.host.start_method == "forkserver":
-            # Waits until the fork server has imported its modules; it was started by this thread, not by the worker.
-            await anyio.to_thread.run_sync(process.start)
-        else:
-            process.start()
-        theirs.close()
-        child.process, child.failure, child.state, child.gone = process, None, "starting", anyio.Event()
-        child.last_beat = time.monotonic()
-        child.link = ArrowShmLink(child.host.name, self._receiver, ours, self._memory, self._types)
-        child.pidfd = _watch_pid(process.pid, lambda: self._on_exit(child))
+        child.launched = anyio.Event()
+        try:
+            await self._start_process(child)
+        except (OSError, EOFError) as error:
+            child.state = "failed"
+            failure = StartError(f"its process could not be started: {error}", stage=child.host.name)
+            self._events.on_failed(child.host.name, failure)
+        finally:
+            child.launched.set()
         if self._stopping:
             self._kill(child)
         self._connect_peers(child)
+
+    async def _start_process(self, child: Child) -> None:
+        ours, theirs = socket_pair()
+        with contextlib.ExitStack() as unless_started, theirs:
+            unless_started.callback(ours.close)
+            process = self._process_of(child.host, theirs)
+            if child.host.start_method == "forkserver":
+                # A new fork server (the old one may have been killed) must not be tied to the life of a worker thread.
+                multiprocess.forkserver.ensure_running()
+                # Waits until the fork server has imported its modules.
+                await anyio.to_thread.run_sync(process.start)
+            else:
+                process.start()
+            unless_started.pop_all()
+        child.process, child.failure, child.state, child.gone = process, None, "starting", anyio.Event()
+        child.started = child.last_beat = time.monotonic()
+        child.link = ArrowShmLink(child.host.name, self._receiver, ours, self._memory, self._types)
+        child.pidfd = _watch_pid(process.pid, lambda: self._on_exit(child))
+
+    def _process_of(self, host: PlannedHost, connection: socket.socket) -> Any:
+        spec = host_spec(self._plan, host.name, shm_bytes=self._config.shm_bytes, beat_s=self._config.hang_s / 10)
+        parent = os.getpid() if host.start_method == "spawn" else 0
+        arguments = (spec, connection, parent, log.getEffectiveLevel())
+        context = multiprocess.get_context(host.start_method)
+        return context.Process(target=host_main, args=arguments, name=host.name, daemon=True)
 
     def _connect_peers(self, child: Child) -> None:
         """Give the new process a fresh socket to each running host that it shares an edge with."""
@@ -170,15 +193,26 @@ class Supervisor:
                 self._events.on_ready(host)
             case HostFailed():
                 child.failure = message
+                if self._tasks is not None:
+                    self._tasks.start_soon(self._kill_if_it_stays, child, child.process)
 
     async def _watch_beats(self) -> None:
         while not self._stopping:
             await anyio.sleep(self._config.hang_s / 10)
+            now = time.monotonic()
             for child in self.children.values():
-                silent = time.monotonic() - child.last_beat
-                if child.state == "ready" and silent > self._config.hang_s:
-                    log.error("host %s has been silent for %.1f s: killed", child.host.name, silent)
+                if child.state == "ready" and now - child.last_beat > self._config.hang_s:
+                    log.error("host %s has been silent for %.1f s: killed", child.host.name, now - child.last_beat)
                     self._kill(child)
+                elif child.state == "starting" and child.pid and now - child.started > self._config.start_timeout_s:
+                    log.error("host %s is not ready after %.1f s: killed", child.host.name, now - child.started)
+                    self._kill(child)
+
+    async def _kill_if_it_stays(self, child: Child, process: Any) -> None:
+        """A host that has failed ends itself, unless closing its actors hangs."""
+        await anyio.sleep(_KILL_AFTER_S)
+        if child.process is process:
+            self._kill(child)
 
     # -- death -----------------------------------------------------------------------------------------------------
 
@@ -235,7 +269,7 @@ class Supervisor:
         chosen = (
             order if strategy == "one_for_all" else order[order.index(child) :] if strategy == "rest_for_one" else []
         )
-        return [other for other in chosen if other is not child and other.state in ("starting", "ready")]
+        return [other for other in chosen if other is not child and other.pidfd is not None]
 
     def _given_up(self, child: Child, first_start: bool, reason: str) -> StartError:
         stage = child.failure.stage if child.failure else child.host.name
@@ -256,6 +290,8 @@ class Supervisor:
     async def stop(self) -> None:
         """Tell all hosts to end; kill what has not after a few seconds. Returns when every process is gone."""
         self._stopping = True
+        for child in self.children.values():
+            await child.launched.wait()
         running = [child for child in self.children.values() if child.pidfd is not None]
         for child in running:
             if child.link is not None:

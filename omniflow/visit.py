@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
 import msgspec
 
-from omniflow.actor import Context, Emit, Port, Ports
+from omniflow.actor import Context, Emit, Outputs, Port, Ports
 from omniflow.errors import ProtocolError, UnsupportedError
+from omniflow.graph import type_name
 from omniflow.mailbox import Credits, Mailbox
 from omniflow.messages import Waiting
 
@@ -41,8 +43,8 @@ class Run:
 
     @property
     def waiting_port(self) -> str | None:
-        """A port that this stage still waits for, if it waits for any."""
-        return min(self.missing, default=None)
+        """A port that this stage still waits for; None once it runs."""
+        return None if self.started else min(self.missing or self.streams, default=None)
 
 
 class Visit:
@@ -73,7 +75,7 @@ class Visit:
 class PortEmit(Emit[Any]):
     """The sending end of one stream port of one run: one `Credits` for each edge that reads it."""
 
-    __slots__ = ("_credits", "_loops", "_port", "_refusal", "_request", "_send", "_stage")
+    __slots__ = ("_credits", "_loops", "_port", "_refusal", "_request", "_send", "_stage", "_turn")
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class PortEmit(Emit[Any]):
         self._credits = readers
         self._loops = loops
         self._refusal = refusal
+        self._turn = asyncio.Lock()
 
     @property
     def wanted(self) -> bool:
@@ -101,20 +104,56 @@ class PortEmit(Emit[Any]):
         if self._refusal is not None:
             raise UnsupportedError(self._refusal, stage=self._stage)
         refuse_wrong_type(self._stage, self._port, value)
-        for edge, reader in self._credits.items():
-            seq = await reader.take()
-            if seq < 0:
-                continue
-            if seq >= self._loops.get(edge, seq + 1):
-                raise ProtocolError(f"feedback port {self._port.name!r} sent more than its bound", stage=self._stage)
-            pending = self._send(edge, self._request, seq, value)
-            if pending is not None:
+        # Tasks of one `run` that share a port send one after the other, so that numbers and items agree.
+        async with self._turn:
+            for edge, reader in self._credits.items():
+                await self._send_to(edge, reader, value)
+
+    async def _send_to(self, edge: int, reader: Credits, value: Any) -> None:
+        seq = await reader.take()
+        if seq < 0:
+            return
+        if seq >= self._loops.get(edge, seq + 1):
+            raise ProtocolError(f"feedback port {self._port.name!r} sent more than its bound", stage=self._stage)
+        pending = self._send(edge, self._request, seq, value)
+        if pending is not None:
+            try:
                 await pending
+            except asyncio.CancelledError:
+                # A wait that is cancelled has sent nothing, and `run` may go on after a timeout of its own.
+                reader.untake()
+                raise
+
+
+def results_of(route: StageRoute, result: Any) -> dict[str, Any]:
+    """What `run` gave, by value port. Raises where a value is of the wrong type, or where nobody can take it."""
+    if route.ports.split and not isinstance(result, Outputs):
+        raise ProtocolError(
+            f"run() gives its outputs as one Outputs, but got {type(result).__name__}", stage=route.stage
+        )
+    found: dict[str, Any] = {}
+    for port in route.ports.outputs:
+        if port.kind == "stream":
+            continue
+        value = msgspec.structs.asdict(result).get(port.name) if route.ports.split else result
+        if value is not None or not port.optional:
+            refuse_wrong_type(route.stage, port, value)
+            if port.name in route.refusals:
+                raise UnsupportedError(route.refusals[port.name], stage=route.stage)
+        found[port.name] = value
+    return found
+
+
+def accepts(hint: Any, value: object) -> bool:
+    """True where `value` may stand on a port of type `hint`; only plain classes are checked."""
+    if hint is float:
+        return isinstance(value, (int, float))
+    return not isinstance(hint, type) or isinstance(value, hint)
 
 
 def refuse_wrong_type(stage: str, port: Port, value: Any) -> None:
-    """Raises ProtocolError where `value` is not of the port's type (checked for plain classes)."""
-    if isinstance(port.type, type) and not isinstance(value, port.type) and port.type is not float:
+    """Raises ProtocolError where `value` is not of the port's type."""
+    if not accepts(port.type, value):
         raise ProtocolError(
-            f"port {port.name!r} gives {port.type.__name__}, but got {type(value).__name__}", stage=stage
+            f"port {port.name!r} gives {type_name(port.type)}, but got {type(value).__name__}", stage=stage
         )

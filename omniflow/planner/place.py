@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
+import msgspec
 
 from omniflow.config import RuntimeConfig
 from omniflow.errors import PlanError
 from omniflow.graph import CLIENT, Edge, GraphSpec, Restart, Stage, type_name
 from omniflow.planner.cluster import Cluster
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge, PlannedHost, Transport
+
+_CPU = ("cpu",)
 
 
 def plan(spec: GraphSpec, cluster: Cluster, config: RuntimeConfig | None = None) -> Plan:
@@ -34,10 +39,12 @@ def _place_devices(stages: list[Stage], cluster: Cluster) -> dict[str, tuple[str
     placed: dict[str, tuple[str, ...]] = {}
     order = sorted(stages, key=lambda stage: (":" not in stage.device, -stage.memory.total_bytes))
     for stage in order:
+        if stage.tp < 1:
+            raise PlanError(f"tp={stage.tp} is no number of GPUs; write 1 or more", stage=stage.name)
         if stage.device == "cpu":
             if stage.tp > 1:
                 raise PlanError(f"tp={stage.tp} needs GPUs; set device='gpu'", stage=stage.name)
-            placed[stage.name] = ("cpu",)
+            placed[stage.name] = _CPU
             continue
         chosen = _choose_gpus(stage, free, cluster)
         need = -(-stage.memory.total_bytes // stage.tp)
@@ -77,23 +84,21 @@ def _fuse(
     spec: GraphSpec, stages: list[Stage], devices: dict[str, tuple[str, ...]], cluster: Cluster
 ) -> list[tuple[list[Stage], str]]:
     """Group stages into hosts. A group is never split again, so order does not matter."""
-    if cluster.single_process and all(devices[stage.name] == ("cpu",) for stage in stages):
-        return [(stages, "one process was asked for")]
+    inline = [stage for stage in stages if cluster.single_process and devices[stage.name] == _CPU]
+    stages = [stage for stage in stages if stage not in inline]
     anchors = [stage for stage in stages if _is_anchor(stage)]
     groups = {stage.name: [stage] for stage in anchors}
     reasons = {stage.name: _anchor_reason(stage) for stage in anchors}
     home = {stage.name: stage.name for stage in anchors}
-    _fuse_on_gpu(spec, groups, reasons, home, devices)
+    order = {stage.name: index for index, stage in enumerate(spec.stages)}
+    _fuse_on_gpu(spec, groups, reasons, home, devices, order)
     riders = [stage for stage in stages if stage.name not in home]
-    if not anchors and riders:
-        return [(riders, "light stages only: one host is enough")]
-    _ride(spec, riders, groups, home)
-    order = {stage.name: index for index, stage in enumerate(stages)}
-    result = []
+    _ride(spec, riders, groups, reasons, home)
+    result = [(inline, "one process was asked for")] if inline else []
     for name, group in groups.items():
         members = sorted(group, key=lambda stage: order[stage.name])
-        light = [stage.name for stage in members if stage.name in {rider.name for rider in riders}]
-        ride = f"; light stages ride along: {', '.join(light)}" if light else ""
+        light = [stage.name for stage in members if stage in riders]
+        ride = f"; light stages ride along: {', '.join(light)}" if light and len(light) < len(members) else ""
         result.append((members, reasons[name] + ride))
     return sorted(result, key=lambda entry: order[entry[0][0].name])
 
@@ -120,42 +125,55 @@ def _fuse_on_gpu(
     reasons: dict[str, str],
     home: dict[str, str],
     devices: dict[str, tuple[str, ...]],
+    order: dict[str, int],
 ) -> None:
     """Adjacent GPU stages on the same device run in one process, unless something keeps them apart."""
     for edge in spec.edges:
-        a, b = home.get(edge.source), home.get(edge.target)
-        if a is None or b is None or a == b:
+        if edge.source not in home or edge.target not in home or home[edge.source] == home[edge.target]:
             continue
+        # A group has the name of its first stage, whatever the order of the edges.
+        keep, gone = sorted((home[edge.source], home[edge.target]), key=order.__getitem__)
         first, second = spec.stage(edge.source), spec.stage(edge.target)
-        if devices[first.name] == ("cpu",) or devices[first.name] != devices[second.name]:
+        if devices[first.name] == _CPU or devices[first.name] != devices[second.name]:
             continue
-        if any(_stays_apart(stage) for stage in (*groups[a], *groups[b])) or first.restart != second.restart:
+        if any(_stays_apart(stage) for stage in (*groups[keep], *groups[gone])) or first.restart != second.restart:
             continue
-        groups[a] += groups.pop(b)
-        reasons[a] = f"{', '.join(stage.name for stage in groups[a])} are adjacent and share {devices[first.name][0]}"
-        reasons.pop(b)
-        for stage in groups[a]:
-            home[stage.name] = a
+        groups[keep] = sorted([*groups[keep], *groups.pop(gone)], key=lambda stage: order[stage.name])
+        names = ", ".join(stage.name for stage in groups[keep])
+        reasons[keep] = f"{names} are adjacent and share {devices[first.name][0]}"
+        reasons.pop(gone)
+        home |= dict.fromkeys((stage.name for stage in groups[keep]), keep)
 
 
 def _stays_apart(stage: Stage) -> bool:
     return stage.isolate or stage.actor.owns_process or stage.tp > 1
 
 
-def _ride(spec: GraphSpec, riders: list[Stage], groups: dict[str, list[Stage]], home: dict[str, str]) -> None:
+def _ride(
+    spec: GraphSpec,
+    riders: list[Stage],
+    groups: dict[str, list[Stage]],
+    reasons: dict[str, str],
+    home: dict[str, str],
+) -> None:
     """Light stages go where they ask (`near`), else to the heaviest host that an edge joins them to."""
     todo = {stage.name: stage for stage in riders}
     for stage in [stage for stage in riders if stage.near is not None]:
         target = stage.near or ""
-        if target not in home or target in spec.absent:
+        if target in todo and groups:
             raise PlanError(f"near={target!r} names no stage with a host of its own", stage=stage.name)
-        _join(todo.pop(stage.name), home[target], groups, home)
+        if target in home:
+            _join(todo.pop(stage.name), home[target], groups, home)
     while todo:
         # One round gives every rider with a placed neighbour its host before any of them counts as a neighbour.
         found = {name: _heaviest(name, spec.edges, groups, home) for name in todo}
         placed = {name: host for name, host in found.items() if host is not None}
         if not placed:
-            placed = dict.fromkeys(todo, next(iter(groups)))
+            shared = next((name for name, group in groups.items() if not _is_closed(group)), None)
+            if shared is None:
+                shared = next(iter(todo))
+                groups[shared], reasons[shared] = [], "light stages only: one host is enough"
+            placed = dict.fromkeys(todo, shared)
         for name, host in placed.items():
             _join(todo.pop(name), host, groups, home)
 
@@ -165,10 +183,16 @@ def _join(stage: Stage, host: str, groups: dict[str, list[Stage]], home: dict[st
     home[stage.name] = host
 
 
+def _is_closed(group: list[Stage]) -> bool:
+    """A stage that asked to be isolated gets no company, unless that says `near`."""
+    return any(stage.isolate for stage in group)
+
+
 def _heaviest(name: str, edges: Iterable[Edge], groups: dict[str, list[Stage]], home: dict[str, str]) -> str | None:
     near = {home[edge.target] for edge in edges if edge.source == name and edge.target in home}
     near |= {home[edge.source] for edge in edges if edge.target == name and edge.source in home}
-    return max(near, key=lambda host: (_weight(groups[host]), host), default=None)
+    open_hosts = [host for host in near if not _is_closed(groups[host])]
+    return max(open_hosts, key=lambda host: (_weight(groups[host]), host), default=None)
 
 
 def _weight(group: list[Stage]) -> int:
@@ -178,7 +202,7 @@ def _weight(group: list[Stage]) -> int:
 def _host(group: list[Stage], why: str, devices: dict[str, tuple[str, ...]], cluster: Cluster) -> PlannedHost:
     anchors = [stage for stage in group if _is_anchor(stage)] or group
     used = tuple(sorted({device for stage in anchors for device in devices[stage.name]}))
-    inline = cluster.single_process and used == ("cpu",)
+    inline = cluster.single_process and used == _CPU
     restart = next((stage.restart for stage in anchors if stage.restart is not None), Restart())
     name = max(anchors, key=lambda stage: stage.memory.total_bytes).name
     return PlannedHost(
@@ -187,14 +211,14 @@ def _host(group: list[Stage], why: str, devices: dict[str, tuple[str, ...]], clu
         devices=used,
         budget_bytes=_weight(group),
         process=not inline,
-        start_method="inline" if inline else "forkserver" if used == ("cpu",) else "spawn",
+        start_method="inline" if inline else "forkserver" if used == _CPU else "spawn",
         restart=restart,
         reason=why,
     )
 
 
 def _refuse_over_memory(hosts: tuple[PlannedHost, ...], cluster: Cluster) -> None:
-    need = sum(host.budget_bytes for host in hosts if host.devices == ("cpu",))
+    need = sum(host.budget_bytes for host in hosts if host.devices == _CPU)
     if cluster.memory_bytes and need > cluster.memory_bytes:
         raise PlanError(
             f"the CPU stages need {_gib(need)}, the machine has {_gib(cluster.memory_bytes)}; "
@@ -209,6 +233,8 @@ def _planned_edge(
     target = FRONT if edge.target == CLIENT else host_of[edge.target].name
     carried = _carried_type(edge, spec)
     transport, reason = _transport(source, target, edge, host_of, carried)
+    if transport == "arrow_shm":
+        _refuse_unsendable(edge, carried)
     bound = (edge.bound or config.stream_bound) if edge.kind == "stream" else 1
     return PlannedEdge(
         number, edge.kind, edge.source, edge.source_port, edge.target, edge.target_port, carried, bound, edge.loop,
@@ -221,6 +247,18 @@ def _carried_type(edge: Edge, spec: GraphSpec) -> object:
     name, port = (edge.target, edge.target_port) if edge.source == CLIENT else (edge.source, edge.source_port)
     ports = spec.stage(name).ports
     return next(p.type for p in (ports.inputs if edge.source == CLIENT else ports.outputs) if p.name == port)
+
+
+def _refuse_unsendable(edge: Edge, carried: object) -> None:
+    """The receiver rebuilds a value from its bytes by the type of its port alone."""
+    try:
+        if carried in (Any, object):
+            raise TypeError("it names no type that a receiver could rebuild")
+        msgspec.msgpack.Decoder(carried, dec_hook=lambda hint, wire: wire)
+    except TypeError as error:
+        raise PlanError(
+            f"edge {edge} carries {type_name(carried)} from process to process, which cannot be sent: {error}"
+        ) from None
 
 
 def _transport(
