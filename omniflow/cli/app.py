@@ -23,7 +23,6 @@ from omniflow.cli.tables import cluster_text, output_console, plan_view, setting
 from omniflow.config import configure
 from omniflow.errors import ConfigError, OmniflowError, StartError
 from omniflow.graph import reachable_outputs
-from omniflow.loader import load_graph
 from omniflow.planner import Cluster, cluster_named
 from omniflow.planner import plan as make_plan
 from omniflow.visualize import draw_graph, draw_plan
@@ -99,14 +98,13 @@ def run(
 @app.command()
 def check(graph: GraphName, profile: Profile = None, set_: Settings = None, config: ConfigFile = None) -> None:
     """Prove that a graph can work: every port, every profile, every setting. Loads no weights."""
-    loaded = load_graph(graph)
     chosen = choose(graph, profile, layers_of(config, set_ or [], {}))
     spec = chosen.spec
     console = output_console()
     console.print(f"{spec.name} is sound ({len(spec.stages)} stages, {len(spec.all_edges)} edges)")
-    for name in loaded.profiles:
-        configure(loaded.spec(name))
-        console.print(Text.assemble("  profile ", (name, "bold"), f": {loaded.profiles[name].why}"))
+    for name, declared in chosen.graph.profiles.items():
+        configure(chosen.graph.spec(name))
+        console.print(Text.assemble("  profile ", (name, "bold"), f": {declared.why}"))
     for entry in spec.inputs:
         outputs = ", ".join(reachable_outputs(spec, entry.source_port)) or "nothing under this profile"
         console.print(Text.assemble("  input ", (entry.source_port, "bold"), f" gives {outputs}"))
@@ -197,9 +195,12 @@ def _cluster(name: str | None) -> Cluster:
 
 
 def _headline(chosen: Chosen, cluster: Cluster) -> Text:
-    return Text.assemble(
-        (chosen.spec.name, "bold"), f" on {cluster_text(cluster)}\n", (chosen.why, "bold"), "\n", no_wrap=False
-    )
+    """Which graph, where, under which profile and why."""
+    spec = chosen.spec
+    text = Text.assemble((spec.name, "bold"), f" on {cluster_text(cluster)}\n{chosen.why}\n")
+    if spec.profile is not None:
+        text.highlight_words([f"profile {spec.profile.name}"], style="bold")
+    return text
 
 
 def run_command_line(arguments: list[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from omniflow.weights import Weights
 class Chosen(msgspec.Struct, frozen=True):
     """A graph under a profile with all settings applied; `why` is the line that says which profile, and why."""
 
+    graph: Graph
     configured: Configured
     why: str
 
@@ -32,7 +33,7 @@ def choose(reference: str, profile: str | None, layers: Sequence[Layer]) -> Chos
     """Load the graph that `reference` names and apply `layers` to it. Raises GraphError or ConfigError."""
     graph = load_graph(reference)
     spec = graph.spec(profile)
-    return Chosen(configure(spec, layers), _why(graph, spec, asked=profile is not None))
+    return Chosen(graph, configure(spec, layers), _why(graph, spec, asked=profile is not None))
 
 
 def layers_of(config: Path | None, pairs: Sequence[str], shortcuts: dict[str, Any]) -> list[Layer]:

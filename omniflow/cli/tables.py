@@ -31,7 +31,7 @@ def output_console(*, stderr: bool = False) -> Console:
 def plan_view(plan: Plan) -> RenderableType:
     """The whole plan: hosts, edges, the reasons of their transports, and what the profile leaves out."""
     reasons = list(dict.fromkeys(edge.reason for edge in plan.edges))
-    parts: list[RenderableType] = [hosts_table(plan), "", edges_table(plan, reasons), "", _reasons_table(reasons)]
+    parts: list[RenderableType] = [hosts_table(plan), "", edges_table(plan, reasons), "", _notes_table(reasons)]
     if plan.graph.absent:
         parts += ["", *_absent_lines(plan)]
     return Group(*parts)
@@ -103,10 +103,11 @@ def new_table(*columns: str) -> Table:
     return table
 
 
-def _reasons_table(reasons: list[str]) -> Table:
+def _notes_table(reasons: list[str]) -> Table:
     table = Table.grid(padding=(0, 2))
     for number, reason in enumerate(reasons, 1):
         table.add_row(Text(f"{number}", style="bold"), Text(reason, style="dim"))
+    table.add_row("", Text("stream N: at most N items are under way, then the producer waits", style="dim"))
     return table
 
 
