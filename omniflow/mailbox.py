@@ -86,7 +86,7 @@ class Mailbox(AsyncIterator[T], Generic[T]):
         if self._taken * 2 >= self._bound:
             self._give_credit(self._taken)
             self._taken = 0
-        if self._received % _FAIR == 0:
+        if (self._received - len(self._queue)) % _FAIR == 0:
             await anyio.lowlevel.cancel_shielded_checkpoint()
         return value
 
