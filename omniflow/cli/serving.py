@@ -25,7 +25,6 @@ from omniflow.server.app import build_app
 from omniflow.server.scopes import unwrapped
 from omniflow.server.serve import Address, serve
 
-_STATE_STYLES = {"ready": "green", "failed": "bold red", "down": "red", "stopped": "red"}
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses to listen on that are none to call, and what to call instead."""
 
