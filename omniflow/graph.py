@@ -22,7 +22,7 @@ CLIENT = "client"
 """The name that stands for the caller: source of entry edges, target of output edges. No stage may have it."""
 
 
-class Budget(msgspec.Struct, frozen=True):
+class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a stage may hold on its device: bytes as a number or text like '4 GiB', and KV tokens."""
 
     weights: int | str = 0
@@ -52,7 +52,7 @@ def parse_bytes(value: int | str) -> int:
         raise GraphError(f"{value!r} is no size; write a number of bytes or text like '4 GiB'") from None
 
 
-class Restart(msgspec.Struct, frozen=True):
+class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the supervisor does when a host dies, and what becomes of the requests it was running.
 
     After more than `max_restarts` deaths within `within_s` the graph is unhealthy. `in_flight='replay'` runs a request
