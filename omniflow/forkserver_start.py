@@ -5,7 +5,10 @@ of them keeps the fork server's life line open.
 """
 
 import os
+import signal
 
 from omniflow.prctl import die_with_parent
 
 die_with_parent(os.getppid())
+# A SIGTERM for the whole process group is the runtime's to act on: it drains, with its hosts alive.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
