@@ -78,7 +78,7 @@ class Thinker(ThinkerRole):
 
     async def run(self, prompt: TokenPrompt, emit: Emit[Tokens], ctx: Context) -> Generated:
         request = EngineRequest(
-            id=ctx.request_id,
+            id=ctx.run_id,
             ids=prompt.ids,
             sampling=sampling_for(ctx.options, self._defaults),
             stop=ctx.options.stop,

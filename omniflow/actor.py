@@ -40,9 +40,12 @@ class Context(msgspec.Struct, frozen=True):
     """What a `run` may know of its request: a parameter annotated `Context` is not a port."""
 
     request_id: str
+    """What the caller calls the request; it may use the same id again once the request has ended."""
     options: Options
     deadline_s: float
     """Seconds that this request was given in all, from its submission."""
+    run_id: str
+    """Of fixed length and never used twice: what an engine calls the request (SGLang aborts by id prefix)."""
 
 
 class Stream(AsyncIterator[T], ABC):

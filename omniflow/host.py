@@ -304,7 +304,7 @@ class Host:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _open(self, message: Open) -> None:
-        context = Context(message.request_id, message.options, message.deadline_s)
+        context = Context(message.request_id, message.options, message.deadline_s, f"{message.request:016x}")
         visit = self._visits[message.request] = Visit(message.request, context)
         self._last_opened = message.request
         for stage_route in self._route(message.entry, message.outputs):

@@ -124,8 +124,7 @@ class Runtime:
             with anyio.move_on_after(self.config.start_timeout_s) as scope:
                 await self._started()
             if scope.cancelled_caught:
-                waiting = sorted({host.name for host in self.plan.hosts} - self._up)
-                raise StartError(f"not ready after {self.config.start_timeout_s:.0f} s: {', '.join(waiting)}")
+                raise self._slow_start()
             self.state = "ready"
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -160,6 +159,14 @@ class Runtime:
             if self._failure is not None:
                 raise self._failure
             await self._wait_change()
+
+    def _slow_start(self) -> StartError:
+        stages = [stage for host in self.plan.hosts for stage in host.stages if stage not in self.stage_seconds]
+        return StartError(
+            f"not ready after {self.config.start_timeout_s:g} s (still setting up: {', '.join(stages)}); "
+            f"raise runtime.start_timeout_s if it only needs longer",
+            stage=stages[0] if stages else None,
+        )
 
     async def drain(self) -> None:
         """Refuse new requests, wait for the running ones (at most `drain_s`)."""

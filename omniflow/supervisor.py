@@ -288,13 +288,18 @@ class Supervisor:
     # -- stop ------------------------------------------------------------------------------------------------------
 
     async def stop(self) -> None:
-        """Tell all hosts to end; kill what has not after a few seconds. Returns when every process is gone."""
+        """Tell all hosts to end; kill those that still start, and what has not ended after a few seconds.
+
+        Returns when every process is gone.
+        """
         self._stopping = True
         for child in self.children.values():
             await child.launched.wait()
         running = [child for child in self.children.values() if child.pidfd is not None]
         for child in running:
-            if child.link is not None:
+            if child.state == "starting":
+                self._kill(child)
+            elif child.link is not None:
                 child.link.send(Shutdown())
         with anyio.move_on_after(_KILL_AFTER_S):
             for child in running:

@@ -71,4 +71,4 @@ class ListEmit(Emit[T], Generic[T]):
 
 def context(**options: object) -> Context:
     """A context with these `Options`."""
-    return Context("req-0", Options(**options), 60.0)
+    return Context("req-0", Options(**options), 60.0, "0" * 16)
