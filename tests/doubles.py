@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
@@ -69,6 +70,9 @@ class ListEmit(Emit[T], Generic[T]):
         await anyio.lowlevel.checkpoint()
 
 
+_numbers = itertools.count(1)
+
+
 def context(**options: object) -> Context:
-    """A context with these `Options`."""
-    return Context("req-0", Options(**options), 60.0, "0" * 16)
+    """A context with these `Options`; its `run_id` is its own, as a runtime would make it."""
+    return Context("req-0", Options(**options), 60.0, f"{next(_numbers):016x}")
