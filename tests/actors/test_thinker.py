@@ -77,7 +77,7 @@ async def test_a_seed_gives_the_same_tokens_in_company(folder: Path) -> None:
         async def other(number: int) -> None:
             emit: ListEmit[Tokens] = ListEmit()
             ctx = context(temperature=1.0, max_tokens=20)
-            await thinker.run(TokenPrompt(prompt(number + 1)), emit, type(ctx)(f"other-{number}", ctx.options, 60.0))
+            await thinker.run(TokenPrompt(prompt(number + 1)), emit, ctx)
 
         async def same() -> None:
             together.extend((await think(thinker, prompt(9), **options))[0])
@@ -145,7 +145,7 @@ async def test_refusals_of_the_engine_end_the_request_only(folder: Path) -> None
             nonlocal refused
             ctx = context(max_tokens=30)
             try:
-                await thinker.run(TokenPrompt(prompt(3)), ListEmit(), type(ctx)(str(number), ctx.options, 60.0))
+                await thinker.run(TokenPrompt(prompt(3)), ListEmit(), ctx)
             except OverloadedError:
                 refused += 1
 
@@ -164,7 +164,7 @@ async def test_a_cancelled_run_leaves_the_batch(folder: Path) -> None:
             await thinker.run(TokenPrompt(prompt(3)), emit, context(max_tokens=250, temperature=5.0))
         assert scope.cancelled_caught
         ctx = context(max_tokens=1)
-        await thinker.run(TokenPrompt(prompt(3)), ListEmit(), type(ctx)("next", ctx.options, 60.0))
+        await thinker.run(TokenPrompt(prompt(3)), ListEmit(), ctx)
         assert thinker._loop.stats.num_running == 0
 
 
