@@ -20,6 +20,8 @@ from omniflow.errors import GraphError
 EdgeKind = Literal["result", "stream", "fan-in"]
 CLIENT = "client"
 """The name that stands for the caller: source of entry edges, target of output edges. No stage may have it."""
+_RESERVED = (CLIENT, "runtime", "server", "front", "main")
+"""Names of tables of settings, and of hosts that are not named after a stage."""
 
 
 class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -219,8 +221,8 @@ class Graph:
         """Add a stage. Keywords are stage fields (device, tp, memory, near, ...) or settings of the actor."""
         if name in self._stages:
             raise GraphError(f"stage {name!r} is declared twice; names are unique")
-        if not name.isidentifier() or name in (CLIENT, "runtime", "server"):
-            raise GraphError(f"{name!r} cannot name a stage; use an identifier other than client, runtime, server")
+        if not name.isidentifier() or name in _RESERVED:
+            raise GraphError(f"{name!r} cannot name a stage; use an identifier other than {', '.join(_RESERVED)}")
         ports_of(actor)
         fields = {key: value for key, value in values.items() if key in STAGE_FIELDS}
         settings = {key: value for key, value in values.items() if key not in fields}
@@ -300,7 +302,10 @@ class Graph:
         return spec
 
     def _own(self, stage: Stage) -> None:
-        if self._stages.get(stage.name) is not stage:
+        known = self._stages.get(stage.name)
+        if known is not None and known is not stage:
+            raise GraphError(f"stage {stage.name!r} is of another graph than {self.name!r}, which has one of that name")
+        if known is None:
             raise GraphError(f"stage {stage.name!r} is not of graph {self.name!r}{nearest(stage.name, self._stages)}")
 
     def _connect(self, kind: EdgeKind, source: Stage | Opening, target: Stage | Opening, **extra: int | None) -> Edge:
