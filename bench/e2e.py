@@ -22,7 +22,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -61,9 +61,10 @@ def ask(client: openai.OpenAI, prompt: str, max_tokens: int, speech: bool) -> di
         now = time.monotonic()
         if chunk.usage:
             tokens = chunk.usage.completion_tokens
-        for choice in chunk.choices:
-            audio = (choice.delta.model_extra or {}).get("audio") or {}
-            if choice.delta.content or audio.get("transcript"):
+        for choice in cast("list[dict[str, Any]]", chunk.to_dict()["choices"]):
+            delta: dict[str, Any] = choice["delta"]
+            audio = delta.get("audio") or {}
+            if delta.get("content") or audio.get("transcript"):
                 times.text_s.append(now)
             if audio.get("data"):
                 times.sounds.append(Sound(now, len(base64.b64decode(audio["data"])) / 2 / 24000))
@@ -137,7 +138,9 @@ def start_server() -> subprocess.Popen[bytes]:
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
     )
-    threading.Timer(900, process.kill).start()
+    guard = threading.Timer(900, process.kill)
+    guard.daemon = True
+    guard.start()
     began = time.monotonic()
     while True:
         try:

@@ -62,8 +62,8 @@ def test_streams_speech(server: Server) -> None:
         model="ming_omni", messages=CAPITAL, temperature=0, modalities=["text", "audio"],  # type: ignore[arg-type]
         audio={"voice": "joe", "format": "pcm16"}, stream=True,
     ):  # fmt: skip
-        for choice in chunk.choices:
-            audio = (choice.delta.model_extra or {}).get("audio") or {}
+        for choice in chunk.to_dict()["choices"]:  # type: ignore[attr-defined]
+            audio = choice["delta"].get("audio") or {}
             transcript += audio.get("transcript", "")
             sound += base64.b64decode(audio.get("data", ""))
     samples = np.frombuffer(sound, "<i2").astype(np.float32) / 32768
@@ -135,7 +135,9 @@ def test_a_prompt_of_200_kb_is_refused_and_harms_nobody(server: Server) -> None:
 def test_disconnect_while_thinking_cancels(server: Server) -> None:
     body = {"model": "ming_omni", "messages": [{"role": "user", "content": "Tell me a very long story."}], "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=30) as reply:
-        next(reply.iter_raw())
+        pieces = reply.iter_raw()
+        next(pieces)
+        assert server.health()["in_flight"] == 1
     server.wait_until("nothing is in flight", lambda: server.health()["in_flight"] == 0, 2.0)
 
 

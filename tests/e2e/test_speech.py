@@ -109,7 +109,8 @@ def test_killed_stage_fails_its_request_and_comes_back(server: Server, stage: st
 def test_disconnect_cancels_in_every_stage(server: Server) -> None:
     body = {"model": "ming_omni", "input": "This sentence goes on for a while. " * 50, "response_format": "pcm"}
     with httpx.stream("POST", f"{server.url}/v1/audio/speech", json=body, timeout=30) as reply:
-        next(reply.iter_raw())
+        pieces = reply.iter_raw()  # kept: a collected iterator would close the reply
+        next(pieces)
         assert server.health()["in_flight"] == 1
     server.wait_until("nothing is in flight", lambda: server.health()["in_flight"] == 0, 2.0)
 
