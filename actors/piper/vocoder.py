@@ -100,4 +100,4 @@ def _sound(
 
 def _playable(samples: np.ndarray) -> np.ndarray:
     """Resampling overshoots where the sound is loudest."""
-    return np.clip(samples, np.float32(-1), np.float32(1))
+    return samples.clip(-1, 1)
