@@ -30,7 +30,7 @@ ROUNDING = 0.32
 LONGEST_TEXT = 1000
 """Characters that become phonemes in a step: 10 ms for prose, at worst 80 ms."""
 LONGEST_PIECE = 160
-"""Phonemes in a piece: about 7 s of speech. The encoder's work grows with the square; here it takes 75 ms."""
+"""Phonemes in a piece: about 8 s of speech. The encoder's work grows with the square; here it takes 75 ms."""
 FIRST_FRAMES, MOST_FRAMES = 32, 128
 """Frames that the flow makes in a step: first what the vocoder needs for its first chunk, twice that, then the most."""
 FLOW_CONTEXT = 32
