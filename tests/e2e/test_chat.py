@@ -32,7 +32,11 @@ def test_streams_the_same_text(server: Server) -> None:
     whole = client.chat.completions.create(model="ming_omni", messages=CAPITAL, temperature=0)  # type: ignore[arg-type]
     text, finishes, usage = "", [], None
     for chunk in client.chat.completions.create(
-        model="ming_omni", messages=CAPITAL, temperature=0, stream=True, stream_options={"include_usage": True}  # type: ignore[arg-type]
+        model="ming_omni",
+        messages=CAPITAL,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},  # type: ignore[arg-type]
     ):
         usage = chunk.usage or usage
         for choice in chunk.choices:
@@ -78,9 +82,12 @@ def test_hears(server: Server) -> None:
     question = client.audio.speech.create(
         model="ming_omni", voice="joe", input="What is the capital of France?", response_format="wav"
     )
-    clip = {"type": "input_audio", "input_audio": {"data": base64.b64encode(question.content).decode(), "format": "wav"}}
+    data = base64.b64encode(question.content).decode()
+    clip = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
     reply = client.chat.completions.create(
-        model="ming_omni", messages=[{"role": "user", "content": [clip]}], temperature=0  # type: ignore[list-item]
+        model="ming_omni",
+        messages=[{"role": "user", "content": [clip]}],
+        temperature=0,  # type: ignore[list-item]
     )
     assert "Paris" in (reply.choices[0].message.content or "")
 
@@ -114,7 +121,10 @@ def test_stop_and_length(server: Server) -> None:
 
 def test_an_image_is_refused_with_the_reason(server: Server) -> None:
     client = server.client()
-    pixel = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+    pixel = (
+        "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5"
+        "ErkJggg=="
+    )
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(
             model="ming_omni",
@@ -133,7 +143,8 @@ def test_a_prompt_of_200_kb_is_refused_and_harms_nobody(server: Server) -> None:
 
 
 def test_disconnect_while_thinking_cancels(server: Server) -> None:
-    body = {"model": "ming_omni", "messages": [{"role": "user", "content": "Tell me a very long story."}], "stream": True}
+    messages = [{"role": "user", "content": "Tell me a very long story."}]
+    body = {"model": "ming_omni", "messages": messages, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=30) as reply:
         pieces = reply.iter_raw()
         next(pieces)
