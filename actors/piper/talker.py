@@ -45,8 +45,7 @@ class PiperTalker(Actor):
     """Speaks segments of US English text, at `Options.speed` (beyond 2 it hardly gets faster).
 
     Each segment gives one or more `Latents`, the last of them marked; one without a word to say gives none. With
-    `Options.seed` the same segments give the same frames, alone and beside others. Raises InvalidInputError where no
-    segment has a word to say.
+    `Options.seed` the same segments give the same frames, alone and beside others.
     """
 
     heavy = True
@@ -73,11 +72,9 @@ class PiperTalker(Actor):
         seed = secrets.randbits(64) if ctx.options.seed is None else ctx.options.seed % 2**64
         rng = np.random.default_rng(seed)
         sizes = itertools.chain((FIRST_FRAMES, 2 * FIRST_FRAMES), itertools.repeat(MOST_FRAMES))
-        has_spoken = False
         async for segment in segments:
             parts = textwrap.wrap(segment.text, LONGEST_TEXT, replace_whitespace=False, break_on_hyphens=False)
             pieces = [piece for part in parts for piece in pieces_of(await self.offload(self._phonemes, part))]
-            has_spoken = has_spoken or len(pieces) > 0
             for number, piece in enumerate(pieces, 1):
                 prior = await self.offload(self._acoustics.prior, piece, speed, rng)
                 end = len(prior) if piece[-1] in PAUSES else max(1, len(prior) - round(OPEN_END / speed))
@@ -88,10 +85,6 @@ class PiperTalker(Actor):
                     if stop == end and piece[-1] in SENTENCE_ENDS:
                         frames = np.concatenate([frames, frames[-1:].repeat(round(SENTENCE_PAUSE / speed), axis=0)])
                     await emit.send(Latents(frames, segment.index, last=stop == end and number == len(pieces)))
-        if not has_spoken:
-            raise InvalidInputError(
-                "there is nothing to say in it: this voice speaks US English, so give words or numbers", param="input"
-            )
 
 
 class Acoustics:

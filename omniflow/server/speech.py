@@ -110,7 +110,9 @@ async def stream_audio(reply: Reply, writer: AudioWriter, times: RequestTimes) -
         if piece := await writer.write(chunk):
             yield piece
     if not writer.started:
-        raise InvalidInputError("input: nothing in it can be spoken", param="input")
+        raise InvalidInputError(
+            "input: nothing in it can be spoken; give words or numbers in a language of this voice", param="input"
+        )
     yield await writer.finish()
 
 
