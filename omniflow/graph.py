@@ -146,7 +146,7 @@ class Absent(msgspec.Struct, frozen=True):
     reason: str
 
 
-def bind(actor: type[Actor] | None = None, **values: Any) -> Binding:
+def bind(actor: type[Actor] | None = None, /, **values: Any) -> Binding:
     """Bind a stage to an actor; keywords are stage fields (device, memory, ...) or settings of the actor."""
     fields = {name: value for name, value in values.items() if name in STAGE_FIELDS}
     return Binding(actor, fields, {name: value for name, value in values.items() if name not in fields})
@@ -217,7 +217,7 @@ class Graph:
         """Declared profiles by name; the first is the default."""
         return self._profiles
 
-    def stage(self, name: str, actor: type[Actor], **values: Any) -> Stage:
+    def stage(self, name: str, actor: type[Actor], /, **values: Any) -> Stage:
         """Add a stage. Keywords are stage fields (device, tp, memory, near, ...) or settings of the actor."""
         if name in self._stages:
             raise GraphError(f"stage {name!r} is declared twice; names are unique")
@@ -243,7 +243,7 @@ class Graph:
                 raise GraphError(f"a stream edge with {name}={value} carries nothing; {name} is at least 1")
         self._edges.append(self._connect("stream", source, target, bound=bound, loop=loop))
 
-    def fan_in(self, target: Stage, **sources: Stage | Opening) -> None:
+    def fan_in(self, target: Stage, /, **sources: Stage | Opening) -> None:
         """Connect several sources to the value ports of `target`, each by the name of its port."""
         for port, source in sources.items():
             self._edges.append(self._connect("fan-in", source, Opening(target, port)))
@@ -266,7 +266,7 @@ class Graph:
             kind: EdgeKind = "stream" if port.kind == "stream" else "result"
             self._outputs.append(Edge(kind, stage.name, port.name, CLIENT, name))
 
-    def profile(self, profile: str, why: str, **bindings: Binding | Absent) -> None:
+    def profile(self, profile: str, why: str, /, **bindings: Binding | Absent) -> None:
         """Declare a profile: which actor, model and settings each stage gets. The first one is the default."""
         if profile in self._profiles:
             raise GraphError(f"profile {profile!r} is declared twice")
