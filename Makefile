@@ -36,7 +36,7 @@ format: $(VENV)/.installed-dev ## format the code and mend what ruff can
 bench: $(VENV)/.installed-dev ## measure: first token, first audio, real-time factor, memory
 	$(BIN)/python bench/e2e.py $(ARGS)
 
-docs: $(VENV)/.installed-dev ## write the generated pages (docs/config.md, docs/ming_omni.mmd)
+docs: $(VENV)/.installed-dev ## write what is generated: docs/config.md, the picture in README.md
 	$(BIN)/python docs/generate.py
 
 clean: ## remove .venv and everything that tools have written; weights stay in the user's cache
