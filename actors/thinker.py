@@ -38,6 +38,8 @@ class Thinker(ThinkerRole):
     """
 
     heavy = True
+    # 3 s of a restart's 5 s were these imports.
+    preload = ("omniflow.engine.transformers", "transformers.models.llama.modeling_llama")
 
     def __init__(
         self,

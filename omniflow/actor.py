@@ -115,6 +115,9 @@ class Actor:
     """True for what keeps a core or a device busy: the planner gives it a host of its own."""
     owns_process: ClassVar[bool] = False
     """True for an engine that allows one instance a process."""
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Modules that `setup` imports late (torch, ...) and that are safe to fork: on CPUs they are imported once, before
+    hosts are forked, so that a restarted host does not import them again. They must start no threads."""
     batch: ClassVar[BatchPolicy | None] = None
     run: ClassVar[Callable[..., Any]]
 

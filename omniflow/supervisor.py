@@ -115,6 +115,7 @@ class Supervisor:
         hosts = [child.host for child in self.children.values() if child.host.start_method == "forkserver"]
         stages = [self._plan.graph.stage(name) for host in hosts for name in host.stages]
         modules = sorted({stage.actor.__module__ for stage in stages} - {"__main__"})
+        modules += sorted({module for stage in stages for module in stage.actor.preload})
         return ["omniflow.forkserver_start", "omniflow.process", *(m for m in modules if _importable(m))]
 
     async def _launch(self, child: Child, delay_s: float) -> None:

@@ -49,6 +49,7 @@ class PiperTalker(Actor):
     """
 
     heavy = True
+    preload = ("actors.piper.g2p", "gruut", "gruut_lang_en", "normt2s")
 
     def __init__(self, *, model: str = PIPER_JOE.name) -> None:
         self._weights = resolve(model, PACKAGED)
