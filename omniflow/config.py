@@ -81,6 +81,13 @@ def settings_of(actor: type[Actor]) -> dict[str, tuple[Any, Any]]:
     return found
 
 
+def arguments_of(stage: Stage) -> dict[str, Any]:
+    """What the stage's actor is made with: its settings, and the stage's `threads` and `device` where it takes them."""
+    fields = {"threads": stage.threads, "device": stage.device}
+    known = settings_of(stage.actor)
+    return {name: value for name, value in fields.items() if name in known} | stage.settings
+
+
 def file_layer(path: Path) -> Layer:
     """Read a TOML file: tables are stages (or runtime, server), keys their fields."""
     try:

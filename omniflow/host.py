@@ -22,6 +22,7 @@ import msgspec
 
 from omniflow.actor import Actor, Context, Ports, ports_of
 from omniflow.batcher import Batcher
+from omniflow.config import arguments_of
 from omniflow.errors import (
     ActorBrokenError,
     ErrorInfo,
@@ -90,7 +91,7 @@ class _LocalStage:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.actor: Actor = stage.actor(**stage.settings)
+        self.actor: Actor = stage.actor(**arguments_of(stage))
         self.ports: Ports = ports_of(stage.actor)
         self.is_async = inspect.iscoroutinefunction(stage.actor.run)
         self.batcher = Batcher(stage.name, self.actor.batch, self._call_batch) if self.actor.batch else None

@@ -15,6 +15,7 @@ from omniflow.config import (
     Configured,
     Layer,
     RuntimeConfig,
+    arguments_of,
     configure,
     environment_layer,
     file_layer,
@@ -291,3 +292,18 @@ def test_config_structs_are_frozen() -> None:
     with pytest.raises(AttributeError):
         RuntimeConfig().deadline_s = 5  # type: ignore[misc]
     assert msgspec.structs.asdict(RuntimeConfig())["hang_s"] == 20
+
+
+class Threaded(Writer):
+    def __init__(self, *, threads: int = 1, device: str = "cpu", max_tokens: int = 16) -> None:
+        super().__init__(max_tokens=max_tokens)
+
+
+def test_an_actor_gets_the_fields_of_its_stage_that_it_takes() -> None:
+    found = Graph("g")
+    writer = found.stage("writer", Threaded, max_tokens=5)
+    found.input(text=writer)
+    found.output(text=writer)
+    configured = configure(found.spec(), [set_layer(["writer.threads=3"])])
+    assert arguments_of(configured.spec.stage("writer")) == {"threads": 3, "device": "cpu", "max_tokens": 5}
+    assert arguments_of(msgspec.structs.replace(configured.spec.stage("writer"), actor=Writer)) == {"max_tokens": 5}
