@@ -131,6 +131,8 @@ class EngineLoop:
         """
         if self.broken is not None:
             raise _broken(self.broken)
+        if not self._thread.is_alive():
+            raise UnavailableError("the engine is closed", request_id=request.id)
         if request.id in self._generations:
             raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
         generation = Generation(request.id, self._send)

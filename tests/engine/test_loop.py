@@ -218,6 +218,9 @@ async def test_close_ends_open_generations_and_the_thread() -> None:
     assert engine.told[-1] == "close"
     assert not any(thread.name == "engine" for thread in threading.enumerate())
     await loop.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        async with loop.generate(request("b", [1])):
+            raise AssertionError("a closed loop took a request")
 
 
 async def test_an_id_runs_once() -> None:

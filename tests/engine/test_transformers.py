@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from actors.smollm2 import SMOLLM2_135M_INSTRUCT
@@ -312,12 +314,25 @@ def test_other_kinds_of_attention_are_refused() -> None:
         TransformersEngine(model)
 
 
-def test_a_folder_without_a_model_is_an_error_that_names_it(tmp_path: object) -> None:
+def test_a_folder_without_a_model_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=f"{tmp_path} holds no model"):
         load_engine(tmp_path)
 
 
-def test_a_saved_model_loads(tmp_path: object) -> None:
+def test_broken_and_incomplete_weights_are_errors(tmp_path: Path) -> None:
+    LLAMA.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"lacks weights of its model, like model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_engine(tmp_path)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(WeightsError, match="holds no model that transformers can load"):
+        load_engine(tmp_path)
+
+
+def test_a_saved_model_loads(tmp_path: Path) -> None:
     LLAMA.save_pretrained(tmp_path)
     engine = load_engine(tmp_path)
     outputs = run(engine, [request("a", prompt(9))])["a"]
