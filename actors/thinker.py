@@ -15,7 +15,7 @@ from actors.tokenizer import load_tokenizer
 from omniflow.actor import Context, Emit
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
-from omniflow.errors import InvalidInputError, StartError, WeightsError
+from omniflow.errors import InvalidInputError, WeightsError
 from omniflow.media import Generated, Options, TokenPrompt, Tokens
 from omniflow.weights import Weights, resolve
 
@@ -45,7 +45,6 @@ class Thinker(ThinkerRole):
         self,
         *,
         model: str = "smollm2-135m-instruct",
-        engine: Literal["transformers", "sglang"] = "transformers",
         device: str = "cpu",
         threads: int = 1,
         max_tokens: int = 512,
@@ -57,7 +56,6 @@ class Thinker(ThinkerRole):
         kv_tokens: int = 16384,
     ) -> None:
         self._weights = resolve(model, PACKAGED)
-        self._engine = engine
         self._device = device
         self._threads = threads
         self._defaults = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
@@ -67,9 +65,7 @@ class Thinker(ThinkerRole):
         return (self._weights,)
 
     async def setup(self) -> None:
-        """Raises StartError for an engine that is not here, WeightsError where the model cannot be loaded."""
-        if self._engine != "transformers":
-            raise StartError(f"engine={self._engine} is not in this version of omniflow; set engine=transformers")
+        """Raises WeightsError where the model cannot be loaded."""
         folder = self._weights.path()
         self._defaults = msgspec.structs.replace(self._defaults, stop_token_ids=end_token_ids(folder))
         self._loop = EngineLoop(functools.partial(self._build, folder))

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from actors.thinker import Thinker, end_token_ids
-from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, StartError, WeightsError
+from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, WeightsError
 from omniflow.media import Generated, TokenPrompt, Tokens
 from tests.doubles import ListEmit, context
 from tests.engine.tiny import CONTEXT, HIDDEN, VOCAB, prompt, tiny_llama
@@ -166,11 +166,6 @@ async def test_a_cancelled_run_leaves_the_batch(folder: Path) -> None:
         ctx = context(max_tokens=1)
         await thinker.run(TokenPrompt(prompt(3)), ListEmit(), ctx)
         assert thinker._loop.stats.num_running == 0
-
-
-async def test_an_engine_that_is_not_here_is_one_line() -> None:
-    with pytest.raises(StartError, match="engine=sglang is not in this version of omniflow; set engine=transformers"):
-        await Thinker(engine="sglang").setup()
 
 
 def test_end_tokens_come_from_the_checkpoint(tmp_path: Path) -> None:
