@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
-from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling
-from omniflow.engine.linear import LEAST_ROWS, pack_linears
-from omniflow.engine.sampling import draw, generator_for, logprob
+from omniflow.engine.linear import pack_linears
+from omniflow.engine.rows import ATTENTION, Row, Span
+from omniflow.engine.sampling import draw, logprob
 from omniflow.errors import (
     ContextLengthError,
     InvalidInputError,
@@ -32,120 +31,7 @@ from omniflow.errors import (
     WeightsError,
 )
 
-ATTENTION = "omniflow_by_request"
 Decode = Callable[[list[int]], str]
-
-
-class KeyValues:
-    """Keys and values of one request, layer by layer: [kv_heads, capacity, head_dim] each."""
-
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        self.capacity = capacity
-        self._keys = [torch.empty(0)] * num_layers
-        self._values = [torch.empty(0)] * num_layers
-
-    def append(
-        self, layer: int, start: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [kv_heads, n, head_dim] from position `start` on; returns all that is known of the layer."""
-        end = start + keys.shape[1]
-        if self._keys[layer].numel() == 0:
-            self._keys[layer] = keys.new_empty(keys.shape[0], self.capacity, keys.shape[2])
-            self._values[layer] = values.new_empty(values.shape[0], self.capacity, values.shape[2])
-        self._keys[layer][:, start:end] = keys
-        self._values[layer][:, start:end] = values
-        return self._keys[layer][:, :end], self._values[layer][:, :end]
-
-    def grow(self, capacity: int) -> None:
-        """Make room for `capacity` positions."""
-        more = capacity - self.capacity
-        self.capacity = capacity
-        for store in (self._keys, self._values):
-            for layer, old in enumerate(store):
-                if old.numel():
-                    store[layer] = torch.cat([old, old.new_empty(old.shape[0], more, old.shape[2])], dim=1)
-
-
-class Row:
-    """One request on its way: its inputs (prompt, fed rows, then its own tokens) and how far they are computed."""
-
-    def __init__(self, request: EngineRequest, num_layers: int, capacity: int) -> None:
-        self.id = request.id
-        self.sampling = request.sampling
-        self.stop = request.stop
-        self.open = request.open
-        self.ids = list(request.ids)
-        """Input ids so far; a 0 stands where an embedding takes the place of a token."""
-        self.positions = torch.tensor(request.positions, dtype=torch.long)
-        self.embeds = request.embeds
-        """Input embeddings [len(positions), hidden], in the order of `positions`."""
-        self.generated: list[int] = []
-        self.computed = 0
-        self.cache = KeyValues(num_layers, capacity)
-        self.generator = generator_for(request.sampling)
-
-    @property
-    def available(self) -> int:
-        """Inputs that can be computed now. The last one of an open request waits: its output may be the first token."""
-        return len(self.ids) - self.computed - self.open
-
-    def feed(self, rows: torch.Tensor) -> None:
-        """Append input embeddings [n, hidden]."""
-        start = len(self.ids)
-        self.ids += [0] * len(rows)
-        self.positions = torch.cat([self.positions, torch.arange(start, len(self.ids))])
-        self.embeds = rows if self.embeds is None else torch.cat([self.embeds, rows])
-
-    def place(self, hidden: torch.Tensor, start: int) -> None:
-        """Write the embeddings that belong into inputs [start, start + len(hidden)) over `hidden`."""
-        if self.embeds is not None:
-            here = (self.positions >= start) & (self.positions < start + len(hidden))
-            hidden[self.positions[here] - start] = self.embeds[here].to(hidden)
-
-
-class Span(NamedTuple):
-    """The inputs [start, end) of `row`, at [offset, offset + end - start) of a step."""
-
-    row: Row
-    start: int
-    end: int
-    offset: int
-    mask: torch.Tensor | None
-    """Which of the `end` keys each input sees; None where a causal mask, or none, says it."""
-
-
-def attend_by_request(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    spans: list[Span],
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of a step, [1, heads, total, dim] to [1, total, heads, dim]; see transformers' AttentionInterface.
-
-    `spans` comes through the model's forward as it is; keys and values are stored here, so no `Cache` is involved.
-    """
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    outputs = []
-    for span in spans:
-        here = slice(span.offset, span.offset + span.end - span.start)
-        keys, values = span.row.cache.append(layer, span.start, key[0, :, here], value[0, :, here])
-        causal = span.start == 0 and span.end > 1
-        outputs.append(
-            F.scaled_dot_product_attention(
-                query[:, :, here], keys[None], values[None], span.mask, is_causal=causal, scale=scaling, enable_gqa=True
-            )
-        )
-    num_inputs = spans[-1].offset + spans[-1].end - spans[-1].start
-    outputs.append(query[:, :, num_inputs:])  # padding: nobody reads it
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
-
-
-AttentionInterface.register(ATTENTION, attend_by_request)
 
 
 class TransformersEngine:
@@ -339,9 +225,6 @@ class TransformersEngine:
         device = self._model.device
         ids = [id for span in spans for id in span.row.ids[span.start : span.end]]
         positions = [position for span in spans for position in range(span.start, span.end)]
-        # `PackedLinear` would pad each of its 210 inputs, which costs 4 % of a step.
-        ids += [0] * (LEAST_ROWS - len(ids))
-        positions += [0] * (LEAST_ROWS - len(positions))
         hidden = self._embedding(torch.tensor(ids, device=device))
         for span in spans:
             span.row.place(hidden[span.offset : span.offset + span.end - span.start], span.start)
