@@ -9,14 +9,15 @@ from __future__ import annotations
 import difflib
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from omniflow.actor import Actor, Port, Ports, ports_of
 from omniflow.errors import GraphError
 
+K = TypeVar("K", bound=Hashable)
 EdgeKind = Literal["result", "stream", "fan-in"]
 CLIENT = "client"
 """The name that stands for the caller: source of entry edges, target of output edges. No stage may have it."""
@@ -480,13 +481,17 @@ def _walk(start: Iterable[str], edges: Iterable[Edge], *, forward: bool) -> set[
     for edge in edges:
         a, b = (edge.source, edge.target) if forward else (edge.target, edge.source)
         nexts.setdefault(a, []).append(b)
-    seen: set[str] = set()
+    return _reach(start, nexts)
+
+
+def _reach(start: Iterable[K], nexts: Mapping[K, Iterable[K]]) -> set[K]:
+    seen: set[K] = set()
     todo = list(start)
     while todo:
         name = todo.pop()
         if name not in seen:
             seen.add(name)
-            todo += nexts.get(name, [])
+            todo += nexts.get(name, ())
     return seen
 
 
@@ -501,6 +506,7 @@ def validate(spec: GraphSpec) -> None:
         _refuse_unreachable,
         _refuse_unread,
         _refuse_cycles,
+        _refuse_late_values,
         _refuse_lost_skips,
         _refuse_dead_routes,
     ]
@@ -592,6 +598,36 @@ def _refuse_cycles(spec: GraphSpec) -> None:
                 f"edge {edge} closes a cycle; a feedback edge is a stream declared with a bound, "
                 f"graph.stream({edge.source}, {edge.target}, loop=100)"
             )
+
+
+def _refuse_late_values(spec: GraphSpec) -> None:
+    """A stage runs once its values are there; until then the writers of its streams stop at their bounds.
+
+    So no value may depend on the end of such a writer. Edges of `needs` are 'cannot happen before': `start`; `end`;
+    and `drain`, which is to take all that is sent, however much that is.
+    """
+    needs: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    edges = [e for e in spec.edges if e.loop is None and e.source not in spec.absent and e.target not in spec.absent]
+    for stage in spec.stages:
+        needs["end", stage.name] = [("start", stage.name)]
+        needs["drain", stage.name] = [("start", stage.name)]
+    for edge in edges:
+        if edge.kind == "stream":
+            needs["end", edge.source].append(("drain", edge.target))
+            needs["end", edge.target].append(("end", edge.source))
+            needs["drain", edge.source].append(("drain", edge.target))
+        else:
+            needs.setdefault(("start", edge.target), []).append(("end", edge.source))
+    for value in edges:
+        before = _reach([("end", value.source)], needs) if value.kind != "stream" else set()
+        for stream in edges:
+            drained = ("drain", value.target) in _reach([("drain", stream.target)], needs)
+            if stream.kind == "stream" and drained and ("end", stream.source) in before:
+                raise GraphError(
+                    f"stage {value.target!r} would wait for ever: port {value.target_port!r} comes after the end of "
+                    f"{stream.source!r}, which cannot end before {value.target!r} reads its stream; take the value in "
+                    f"a stage of its own, or send it on the stream"
+                )
 
 
 def _refuse_lost_skips(spec: GraphSpec) -> None:

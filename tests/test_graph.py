@@ -95,6 +95,14 @@ class JoinAB(Actor):
     async def run(self, a: A, b: B) -> A: ...
 
 
+class AtoBoth(Actor):
+    async def run(self, a: A, emit: Emit[A]) -> A: ...
+
+
+class StreamAndValue(Actor):
+    async def run(self, a: Stream[A], whole: A) -> A: ...
+
+
 class NeedsMore(Actor):
     async def run(self, a: A, extra: B) -> A: ...
 
@@ -385,6 +393,33 @@ def self_cycle() -> Graph:
     return graph
 
 
+def value_after_its_stream() -> Graph:
+    """Speech takes the thinker's words as they come, and the whole answer, which is there when no more words come."""
+    graph = Graph("g")
+    thinker, check = graph.stage("thinker", AtoBoth), graph.stage("check", AtoA)
+    speech = graph.stage("speech", StreamAndValue)
+    graph.result(thinker, check)
+    graph.stream(thinker, speech)
+    graph.result(check, speech)
+    graph.input(ask=thinker)
+    graph.output(answer=speech)
+    return graph
+
+
+def value_behind_a_stream_behind_its_stream() -> Graph:
+    """The writer's words go through another stage, and the value comes from what counts them there."""
+    graph = Graph("g")
+    writer, through = graph.stage("writer", AtoStream), graph.stage("through", StreamToStream)
+    count, speech = graph.stage("count", StreamToA), graph.stage("speech", StreamAndValue)
+    graph.stream(writer, through)
+    graph.stream(writer, count)
+    graph.stream(through, speech)
+    graph.result(count, speech)
+    graph.input(ask=writer)
+    graph.output(answer=speech)
+    return graph
+
+
 def required_behind_skippable() -> Graph:
     graph = Graph("g")
     source, skips, join = graph.stage("source", AtoA), graph.stage("skips", AtoMaybeA), graph.stage("join", Join)
@@ -498,6 +533,16 @@ WHOLE: dict[str, tuple[Callable[[], Graph], str]] = {
         self_cycle,
         "edge s0.result -> s0.right closes a cycle; a feedback edge is a stream declared with a bound, "
         "graph.stream(s0, s0, loop=100)",
+    ),
+    "value after its stream": (
+        value_after_its_stream,
+        "stage 'speech' would wait for ever: port 'whole' comes after the end of 'thinker', which cannot end before "
+        "'speech' reads its stream; take the value in a stage of its own, or send it on the stream",
+    ),
+    "value behind a stream": (
+        value_behind_a_stream_behind_its_stream,
+        "stage 'speech' would wait for ever: port 'whole' comes after the end of 'writer', which cannot end before "
+        "'speech' reads its stream; take the value in a stage of its own, or send it on the stream",
     ),
     "required behind skippable": (
         required_behind_skippable,
@@ -626,6 +671,19 @@ def test_a_declared_loop_is_accepted() -> None:
     graph.output(looped=looped["emit"])
     edges = graph.spec().edges
     assert [(edge.bound, edge.loop) for edge in edges] == [(4, None), (None, 10)]
+
+
+def test_a_value_beside_a_stream_is_accepted_where_it_does_not_wait_for_its_writer() -> None:
+    graph = Graph("g")
+    first, writer = graph.stage("first", AtoA), graph.stage("writer", AtoStream)
+    voice, speech = graph.stage("voice", AtoA), graph.stage("speech", StreamAndValue)
+    graph.result(first, writer)
+    graph.result(first, voice)
+    graph.stream(writer, speech)
+    graph.result(voice, speech)
+    graph.input(ask=first)
+    graph.output(answer=speech)
+    assert graph.spec()
 
 
 def test_a_skip_may_end_at_an_optional_port() -> None:
