@@ -60,7 +60,7 @@ graph.profile(
     thinker=bind(
         Thinker,
         model="smollm2-135m-instruct",
-        memory=Budget(weights="540 MB", workspace="200 MB", kv_tokens=16384, kv_bytes_per_token=46080),
+        memory=Budget(weights="650 MB", workspace="300 MB", kv_tokens=16384, kv_bytes_per_token=46080),
         restart=again,
     ),
     detokenize=bind(Detokenize, model="smollm2-135m-instruct"),
