@@ -25,6 +25,8 @@ class Segmenter(SegmenterRole):
     later ones `lead_s` (what the talker needs) before the speech so far is over, so that the player does not run dry.
     """
 
+    timed = True
+
     def __init__(
         self, *, first_size: int = 24, max_size: int = 200, first_wait_s: float = 0.35, lead_s: float = 0.5
     ) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         OverloadedError,
         PlanError,
         ProtocolError,
+        RecordingError,
         RequestError,
         StageDiedError,
         StageError,
@@ -99,6 +100,7 @@ __all__ = [
     "PlanError",
     "Prompt",
     "ProtocolError",
+    "RecordingError",
     "Reply",
     "RequestError",
     "Restart",
@@ -133,7 +135,7 @@ _MODULES = {
     "actor": "Actor Context Emit Outputs Stream batched",
     "config": "RuntimeConfig ServerConfig",
     "errors": "ActorBrokenError CancelledError ConfigError ContextLengthError DeadlineError GraphError "
-    "InvalidInputError NotFoundError OmniflowError OverloadedError PlanError ProtocolError RequestError "
+    "InvalidInputError NotFoundError OmniflowError OverloadedError PlanError ProtocolError RecordingError RequestError "
     "StageDiedError StageError StartError UnavailableError UnsupportedError WeightsError",
     "graph": "Budget Graph GraphSpec Restart Stage absent bind one_for_one",
     "media": "AudioChunk AudioFeatures AudioPart Chat ChatMessage Generated ImageFeatures ImagePart Images Latents "

@@ -118,6 +118,9 @@ class Actor:
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that `setup` imports late (torch, ...) and that are safe to fork: on CPUs they are imported once, before
     hosts are forked, so that a restarted host does not import them again. They must start no threads."""
+    timed: ClassVar[bool] = False
+    """True where what `run` gives depends on when its input comes, too. A recording holds what such a stage gave, and a
+    replay gives it again, where its only output is a stream."""
     batch: ClassVar[BatchPolicy | None] = None
     run: ClassVar[Callable[..., Any]]
 

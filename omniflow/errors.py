@@ -5,6 +5,7 @@
       ConfigError                     an unknown key or a value of the wrong type
       PlanError                       the graph does not fit the cluster
       WeightsError                    weights that are missing, broken or unreachable
+      RecordingError                  a recording that cannot be read, written or replayed
       StartError                      a stage failed in `setup`
       ActorBrokenError                an actor cannot go on; its host ends and the supervisor decides
       RequestError                    ends one request, and only that one
@@ -69,6 +70,10 @@ class PlanError(OmniflowError):
 
 class WeightsError(OmniflowError):
     """Weights are missing, broken or out of reach; the message says how to get them."""
+
+
+class RecordingError(OmniflowError):
+    """A recording cannot be read, written or replayed; the message says which, and why."""
 
 
 class StartError(OmniflowError):

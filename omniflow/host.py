@@ -49,6 +49,7 @@ from omniflow.messages import (
     Skip,
     StageReady,
 )
+from omniflow.observer import Given, Observe, Observer
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge
 from omniflow.transport.base import Link
 from omniflow.transport.local_object import loopback
@@ -70,9 +71,10 @@ class HostSpec(msgspec.Struct, frozen=True):
     absent: dict[str, str]
     shm_bytes: int
     beat_s: float
+    observe: Observe | None = None
 
 
-def host_spec(plan: Plan, name: str, *, shm_bytes: int, beat_s: float) -> HostSpec:
+def host_spec(plan: Plan, name: str, *, shm_bytes: int, beat_s: float, observe: Observe | None = None) -> HostSpec:
     """The part of `plan` that concerns the host `name`."""
     host = next(host for host in plan.hosts if host.name == name)
     return HostSpec(
@@ -83,20 +85,25 @@ def host_spec(plan: Plan, name: str, *, shm_bytes: int, beat_s: float) -> HostSp
         plan.graph.absent,
         shm_bytes,
         beat_s,
+        observe,
     )
 
 
 class _LocalStage:
     """One actor of this host, with what never changes about it."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, observe: Observe | None) -> None:
         self.stage = stage
         self.actor: Actor = stage.actor(**arguments_of(stage))
         self.ports: Ports = ports_of(stage.actor)
         self.is_async = inspect.iscoroutinefunction(stage.actor.run)
         self.batcher = Batcher(stage.name, self.actor.batch, self._call_batch) if self.actor.batch else None
+        given = observe.given.get(stage.name) if observe else None
+        self.given = Given(stage.name, self.ports, given) if given is not None else None
 
     async def call(self, arguments: dict[str, Any]) -> Any:
+        if self.given is not None:
+            return await self.given.run(arguments)
         if self.batcher is not None:
             (value,) = arguments.values()
             return await self.batcher.run(value)
@@ -128,6 +135,7 @@ class Host:
         self._routes: dict[tuple[str, tuple[str, ...]], list[StageRoute]] = {}
         self._tasks: anyio.abc.TaskGroup | None = None
         self._connect: Callable[[str, int], Link] | None = None
+        self._observer = Observer(spec.edges, spec.stages) if spec.observe else None
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -151,7 +159,7 @@ class Host:
         for stage in self.spec.stages:
             began = time.perf_counter()
             try:
-                local = _LocalStage(stage)
+                local = _LocalStage(stage, self.spec.observe)
                 await local.actor.setup()
             except Exception as error:  # noqa: BLE001 - the boundary to actor code: reported with stage and traceback
                 self._break(stage.name, error)
@@ -308,6 +316,8 @@ class Host:
         context = Context(message.request_id, message.options, message.deadline_s, f"{message.request:016x}")
         visit = self._visits[message.request] = Visit(message.request, context)
         self._last_opened = message.request
+        if self._observer is not None:
+            self._observer.opened(message.request)
         for stage_route in self._route(message.entry, message.outputs):
             run = visit.runs[stage_route.stage] = Run(stage_route)
             for port in stage_route.ports.inputs:
@@ -434,12 +444,19 @@ class Host:
             if behind and not visit.over:
                 self._spawn(self._close_when_sent, visit, behind)
             else:
-                self.links[FRONT].send(Closed(visit.request, visit.unfinished))
+                self._say_closed(visit)
 
     async def _close_when_sent(self, visit: Visit, links: Sequence[Link]) -> None:
         """What has not left this process is lost if it dies: until then the request has something here."""
         for link in links:
             await link.flushed()
+        self._say_closed(visit)
+
+    def _say_closed(self, visit: Visit) -> None:
+        if self._observer is not None:
+            gone = {edge for edge, reader in visit.credits.items() if reader.gone}
+            for part in self._observer.closed(visit.request, gone):
+                self.links[FRONT].send(part)
         self.links[FRONT].send(Closed(visit.request, visit.unfinished))
 
     # -- ways out --------------------------------------------------------------------------------------------------
@@ -447,12 +464,17 @@ class Host:
     def _send_item(self, edge: int, request: int, seq: int, value: object) -> Awaitable[None] | None:
         link = self.links.get(self._edges[edge].target_host)
         # Without a link the reader's host has died, and the runtime is about to cancel this request.
-        return link.send_item(edge, request, seq, value) if link is not None else None
+        if link is None:
+            return None
+        pending = link.send_item(edge, request, seq, value)
+        return pending if self._observer is None else self._observer.sent(edge, request, value, pending)
 
     def _send(self, edge: int, message: Message) -> None:
         link = self.links.get(self._edges[edge].target_host)
         if link is not None:
             link.send(message)
+            if self._observer is not None:
+                self._observer.told(message)
 
     def _give_credit(self, edge: int, request: int, count: int) -> None:
         link = self.links.get(self._edges[edge].source_host)

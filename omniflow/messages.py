@@ -99,6 +99,14 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag=8):
     unfinished: tuple[Waiting, ...] = ()
 
 
+class Recorded(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """Host -> runtime, before `Closed`, where requests are recorded: a part of its account of this request."""
+
+    request: int
+    part: bytes
+    last: bool
+
+
 class SlabOpened(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """Producer -> consumer, with a descriptor: a slab that coming items will name."""
 
@@ -153,7 +161,7 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=16):
 
 Message = (
     Open | Item | End | Skip | Credit | Cancel | Failure | Closed | SlabOpened | SlabClosed | Release | Connect
-    | StageReady | HostReady | HostFailed | Beat | Shutdown
+    | StageReady | HostReady | HostFailed | Beat | Shutdown | Recorded
 )  # fmt: skip
 READER_GONE = -1
 """`Credit.count` of a reader that wants nothing more."""

@@ -52,10 +52,12 @@ from omniflow.messages import (
     HostReady,
     Message,
     Open,
+    Recorded,
     Skip,
     StageReady,
 )
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge
+from omniflow.recording import Recorder
 from omniflow.reply import Output, Reply, RequestPlan
 from omniflow.supervisor import Supervisor
 from omniflow.transport.arrow_shm import SharedMemory
@@ -95,7 +97,7 @@ class RuntimeStatus(NamedTuple):
 class Runtime:
     """Runs a plan. Use it as an async context manager: entering starts the hosts, leaving stops them."""
 
-    def __init__(self, plan: Plan, config: RuntimeConfig | None = None) -> None:
+    def __init__(self, plan: Plan, config: RuntimeConfig | None = None, recorder: Recorder | None = None) -> None:
         self.plan = plan
         self.config = config or RuntimeConfig()
         self.state: State = "starting"
@@ -107,7 +109,9 @@ class Runtime:
         self._plans: dict[tuple[str, tuple[str, ...]], RequestPlan] = {}
         self._edges = {edge.id: edge for edge in plan.edges}
         self._memory = SharedMemory(self.config.shm_bytes)
-        self._supervisor = Supervisor(plan, self.config, self, self, self._memory)
+        self._recorder = recorder
+        self._observe = recorder.observe if recorder else None
+        self._supervisor = Supervisor(plan, self.config, self, self, self._memory, self._observe)
         self._inline: dict[str, tuple[Host, Link]] = {}
         self._up: set[str] = set()
         self._changed = anyio.Event()
@@ -148,7 +152,10 @@ class Runtime:
         for planned in self.plan.hosts:
             if planned.process or self._tasks is None:
                 continue
-            spec = host_spec(self.plan, planned.name, shm_bytes=self.config.shm_bytes, beat_s=self.config.hang_s)
+            config = self.config
+            spec = host_spec(
+                self.plan, planned.name, shm_bytes=config.shm_bytes, beat_s=config.hang_s, observe=self._observe
+            )
             host = Host(spec)
             ours, theirs = local_pair(FRONT, planned.name, self, host)
             self._inline[planned.name] = (host, ours)
@@ -243,8 +250,13 @@ class Runtime:
         """Open the request in all its hosts and send its items; where that fails, nothing of it is left."""
         plan = reply.plan
         self._requests[reply.number] = reply
-        reply.expiry = asyncio.get_running_loop().call_at(expires, self._expire, reply)
         names = tuple(exit.target_port for exit in plan.exits.values())
+        if self._recorder is not None:
+            options = self._recorder.seeded(options)
+            self._recorder.begin(
+                reply.number, reply.request_id, plan.entry.source_port, names, options, reply.deadline_s, items
+            )
+        reply.expiry = asyncio.get_running_loop().call_at(expires, self._expire, reply)
         opening = Open(reply.number, reply.request_id, plan.entry.source_port, names, options, reply.deadline_s)
         try:
             for host in plan.hosts:
@@ -386,6 +398,8 @@ class Runtime:
             del self._requests[reply.number]
             if reply.expiry is not None:
                 reply.expiry.cancel()
+            if self._recorder is not None:
+                self._recorder.finish(reply.number, reply.error)
             self._admission.free()
             self._notify()
 
@@ -414,6 +428,9 @@ class Runtime:
                 reply = self._requests.get(message.request)
                 if reply is not None:
                     self._heard_of_request(link.peer, reply, message)
+            case Recorded():
+                if self._recorder is not None:
+                    self._recorder.heard(link.peer, message)
             case _:
                 raise ProtocolError(f"the runtime cannot take a {type(message).__name__}")
 

@@ -27,6 +27,7 @@ from omniflow.config import RuntimeConfig
 from omniflow.errors import StartError
 from omniflow.host import host_spec
 from omniflow.messages import Beat, Connect, HostFailed, HostReady, Message, Shutdown, StageReady
+from omniflow.observer import Observe
 from omniflow.planner.plan import FRONT, Plan, PlannedHost
 from omniflow.process import host_main
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
@@ -86,13 +87,20 @@ class Supervisor:
     """Owns the host processes of a plan. `run` is its task; everything else is called in the event loop."""
 
     def __init__(
-        self, plan: Plan, config: RuntimeConfig, receiver: Receiver, events: SupervisorEvents, memory: SharedMemory
+        self,
+        plan: Plan,
+        config: RuntimeConfig,
+        receiver: Receiver,
+        events: SupervisorEvents,
+        memory: SharedMemory,
+        observe: Observe | None = None,
     ) -> None:
         self._plan = plan
         self._config = config
         self._receiver = receiver
         self._events = events
         self._memory = memory
+        self._observe = observe
         self._types = {edge.id: edge.type for edge in plan.edges if edge.target_host == FRONT}
         self.children = {host.name: Child(host) for host in plan.hosts if host.process}
         self._tasks: anyio.abc.TaskGroup | None = None
@@ -155,7 +163,10 @@ class Supervisor:
         child.pidfd = _watch_pid(process.pid, lambda: self._on_exit(child))
 
     def _process_of(self, host: PlannedHost, connection: socket.socket) -> Any:
-        spec = host_spec(self._plan, host.name, shm_bytes=self._config.shm_bytes, beat_s=self._config.hang_s / 10)
+        config = self._config
+        spec = host_spec(
+            self._plan, host.name, shm_bytes=config.shm_bytes, beat_s=config.hang_s / 10, observe=self._observe
+        )
         parent = os.getpid() if host.start_method == "spawn" else 0
         arguments = (spec, connection, parent, log.getEffectiveLevel())
         context = multiprocess.get_context(host.start_method)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,9 +42,9 @@ class _Encoding:
         self.parts: list[tuple[int, Region]] = []
         self.size = 0
 
-    def run(self, value: object) -> Encoded:
+    def run(self, value: object, order: Literal["deterministic"] | None) -> Encoded:
         # An encoder kept here would make a cycle, which holds the value until the garbage collector comes by.
-        body = msgspec.msgpack.encode(value, enc_hook=self._place)
+        body = msgspec.msgpack.encode(value, enc_hook=self._place, order=order)
         return Encoded(body, self.parts, self.size)
 
     def _place(self, value: Any) -> tuple[int, str, tuple[int, ...], int]:
@@ -73,10 +73,13 @@ class _Encoding:
         return offset
 
 
-def encode(value: object) -> Encoded:
-    """Encode one value. Raises ProtocolError where a part of it has no wire form. Buffers are not copied yet."""
+def encode(value: object, *, order: Literal["deterministic"] | None = None) -> Encoded:
+    """Encode one value. Raises ProtocolError where a part of it has no wire form. Buffers are not copied yet.
+
+    With `order="deterministic"` equal dicts and sets give equal bytes, in any process.
+    """
     try:
-        return _Encoding().run(value)
+        return _Encoding().run(value, order)
     except (TypeError, OverflowError, UnicodeEncodeError) as error:
         raise ProtocolError(f"{type(value).__name__} cannot travel between processes: {error}") from None
 
