@@ -41,6 +41,12 @@ def load_graph(reference: str) -> Graph:
     return _graph_in(module, place, attribute or DEFAULT_ATTRIBUTE)
 
 
+def from_anywhere(reference: str) -> str:
+    """`reference` as it means the same in any folder: a path is made absolute."""
+    place, colon, attribute = reference.partition(":")
+    return f"{Path(place).expanduser().absolute()}{colon}{attribute}" if _is_path(place) else reference
+
+
 def shipped_graphs() -> list[str]:
     """Names of the graphs that ship with omniflow."""
     package = importlib.import_module(SHIPPED)

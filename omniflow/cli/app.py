@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,12 +20,23 @@ from omniflow.cli.chosen import Chosen, choose, layers_of, needs_of
 from omniflow.cli.doctor import examine, findings_table
 from omniflow.cli.machine import memory_bytes, num_cores, this_machine
 from omniflow.cli.models import models_table, needs_everywhere, weights_named
+from omniflow.cli.replaying import (
+    RecordOptions,
+    changed_options,
+    comparison_view,
+    recorded_layers,
+    recorder_of,
+    replay_headline,
+)
 from omniflow.cli.tables import cluster_text, output_console, plan_view, settings_table
-from omniflow.config import configure
-from omniflow.errors import ConfigError, OmniflowError, StartError
+from omniflow.config import configure, set_layer
+from omniflow.errors import ConfigError, OmniflowError, RecordingError, StartError
 from omniflow.graph import reachable_outputs
 from omniflow.planner import Cluster, cluster_named
 from omniflow.planner import plan as make_plan
+from omniflow.recording import read_recording
+from omniflow.replay import compare
+from omniflow.replay import replay as replay_recording
 from omniflow.visualize import draw_graph, draw_plan
 from omniflow.weights import fetch
 
@@ -47,6 +59,7 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="A setting: stage.field, runtime.x or server.x. Repeatable."),
 ]
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings from a TOML file.")]
+SingleProcess = Annotated[bool, typer.Option("--single-process", help="Run CPU stages in this process.")]
 ClusterName = Annotated[
     str | None, typer.Option(metavar="NAME", help="Plan for cpu, 1xh200, 8xh200, ...; else for this machine.")
 ]
@@ -73,7 +86,15 @@ def run(
     port: Annotated[int | None, typer.Option(help="Port to listen on (8000); 0 takes a free one.")] = None,
     set_: Settings = None,
     config: ConfigFile = None,
-    single_process: Annotated[bool, typer.Option("--single-process", help="Run CPU stages in this process.")] = False,
+    single_process: SingleProcess = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record", metavar="DIR", help="Write a recording of each request there, with all that it sends."
+        ),
+    ] = None,
+    record_max: Annotated[int, typer.Option(min=1, help="Recordings to keep there; the oldest go.")] = 1000,
+    record_max_bytes: Annotated[str, typer.Option(metavar="SIZE", help="What they may take together.")] = "1 GiB",
 ) -> None:
     """Start a graph and serve it over HTTP, OpenAI-compatible. Ctrl-C or SIGTERM drains it."""
     # Each stage computes in its own process, and they share the cores. Before a graph file loads any library.
@@ -82,8 +103,8 @@ def run(
         from omniflow.cli import serving
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: run `pip install 'omniflow[server]'`") from error
-    shortcuts = {"server.host": host, "server.port": port}
-    chosen = choose(graph, profile, layers_of(config, set_ or [], shortcuts))
+    layers = layers_of(config, set_ or [], {"server.host": host, "server.port": port})
+    chosen = choose(graph, profile, layers)
     serving.refuse_taken_address(chosen.configured.server)
     cluster = msgspec.structs.replace(this_machine(), single_process=single_process)
     plan = make_plan(chosen.spec, cluster, chosen.configured.runtime)
@@ -91,8 +112,45 @@ def run(
     console.print(_headline(chosen, cluster))
     console.print(plan_view(plan))
     console.print()
+    recording = RecordOptions(record, record_max, record_max_bytes) if record else None
+    with recorder_of(recording, plan, graph, layers, console) as recorder:
+        fetch(need.weights for need in needs_of(chosen.spec))
+        anyio.run(serving.serve_graph, plan, chosen.configured.runtime, chosen.configured.server, console, recorder)
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recording that `run --record` wrote.")],
+    graph: Annotated[str | None, typer.Option(metavar="GRAPH", help="Another graph than the recorded one.")] = None,
+    set_: Settings = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="An option of the request to change: seed, speed, ... Repeatable."),
+    ] = None,
+    run_all: Annotated[
+        bool, typer.Option("--all", help="Run also the stages whose output depends on time, instead of giving it.")
+    ] = False,
+    single_process: SingleProcess = False,
+) -> None:
+    """Run a recorded request again, and name the first edge that differs. Exit code 1 if one does."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    recorded = read_recording(file)
+    reference = graph or recorded.source.graph
+    if not reference:
+        raise RecordingError(f"{file} does not say which graph it is of; say so with --graph")
+    chosen = choose(reference, recorded.profile, recorded_layers(recorded, set_layer(set_ or [])))
+    options = changed_options(recorded.options, option or [])
+    cluster = msgspec.structs.replace(this_machine(), single_process=single_process)
+    plan = make_plan(chosen.spec, cluster, chosen.configured.runtime)
+    console = output_console()
+    console.print(replay_headline(recorded, options, plan))
     fetch(need.weights for need in needs_of(chosen.spec))
-    anyio.run(serving.serve_graph, plan, chosen.configured.runtime, chosen.configured.server, console)
+    again = partial(replay_recording, options=options, run_all=run_all)
+    replayed = anyio.run(again, recorded, plan, chosen.configured.runtime)
+    comparison = compare(recorded, replayed, plan, run_all=run_all)
+    console.print(comparison_view(comparison, recorded, replayed))
+    if not comparison.same:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -20,6 +20,7 @@ from rich.text import Text
 from omniflow.config import RuntimeConfig, ServerConfig
 from omniflow.errors import ConfigError, StartError
 from omniflow.planner import Plan
+from omniflow.recording import Recorder
 from omniflow.runtime import Runtime
 from omniflow.server.app import build_app
 from omniflow.server.scopes import unwrapped
@@ -29,13 +30,15 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses to listen on that are none to call, and what to call instead."""
 
 
-async def serve_graph(plan: Plan, runtime_config: RuntimeConfig, config: ServerConfig, console: Console) -> None:
+async def serve_graph(
+    plan: Plan, runtime_config: RuntimeConfig, config: ServerConfig, console: Console, recorder: Recorder | None = None
+) -> None:
     """Serve `plan` until SIGTERM or SIGINT, then drain it; a second signal stops it at once.
 
     The socket is open while the stages start: /live and /ready answer, requests get a 503. Raises StartError, naming
     the stage, where the graph cannot start or fails for good.
     """
-    runtime = Runtime(plan, runtime_config)
+    runtime = Runtime(plan, runtime_config, recorder)
     app = build_app(runtime, model=config.model or plan.name, max_body_bytes=config.max_body_bytes)
     stopping = anyio.Event()
     failure = None

@@ -1,0 +1,160 @@
+"""`omniflow run --record` and `omniflow replay`: recordings from and to the command line."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from omniflow import __version__
+from omniflow.cli.tables import new_table
+from omniflow.config import Layer, convert
+from omniflow.digest import EdgeRecord
+from omniflow.errors import ConfigError
+from omniflow.graph import CLIENT, nearest, parse_bytes
+from omniflow.loader import from_anywhere
+from omniflow.media import Options
+from omniflow.planner import Plan
+from omniflow.recording import Recorder, Recording, RecordingFolder, Source
+from omniflow.replay import Comparison, EdgeVerdict, changes
+
+_VERDICT_STYLES = {"same": "green", "given": "dim", "differs": "bold red", "gone": "bold red", "unknown": "yellow"}
+
+
+class RecordOptions(msgspec.Struct, frozen=True):
+    """Where `run` records requests to, and how much it keeps there. Raises ConfigError for what is no size."""
+
+    folder: Path
+    max_files: int
+    max_bytes: str
+
+    def open(self) -> RecordingFolder:
+        """The folder. Raises RecordingError where it cannot be written."""
+        return RecordingFolder(self.folder, max_files=self.max_files, max_bytes=parse_bytes(self.max_bytes))
+
+
+@contextmanager
+def recorder_of(
+    options: RecordOptions | None, plan: Plan, graph: str, layers: Sequence[Layer], console: Console
+) -> Iterator[Recorder | None]:
+    """A recorder of all requests under `plan`, or None where none was asked for."""
+    if options is None:
+        yield None
+        return
+    settings: dict[str, Any] = {}
+    for layer in layers:
+        settings |= {key: value for key, value in layer.values.items() if not key.startswith("server.")}
+    source = Source(graph=from_anywhere(graph), settings=settings, omniflow=__version__)
+    with options.open() as folder:
+        console.print(Text(f"recording requests, with all that they send, to {options.folder}", style="yellow"))
+        yield Recorder(plan, folder.keep, source=source)
+
+
+def recorded_layers(recording: Recording, command_line: Layer) -> list[Layer]:
+    """The settings to replay under: those of the recording, then those of this command. Nothing else applies."""
+    return [Layer("recording", recording.source.settings), command_line]
+
+
+def changed_options(options: Options, pairs: Sequence[str]) -> Options:
+    """`options` with `--option KEY=VALUE` applied. Raises ConfigError that names the key and what would pass."""
+    hints = typing.get_type_hints(Options)
+    values = msgspec.structs.asdict(options)
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--option {pair!r}: write it as KEY=VALUE")
+        if key not in hints:
+            raise ConfigError(f"a request has no option {key!r}{nearest(key, hints)}")
+        values[key] = convert((text,) if key == "stop" else text, hints[key], key, "--option")
+    return Options(**values)
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def replay_headline(recording: Recording, options: Options, plan: Plan) -> RenderableType:
+    """Which request this is, and what is not as it was."""
+    lines = [
+        Text.assemble(
+            "request ", (recording.request_id, "bold"), f" of {plan.name}, {recording.began:%Y-%m-%d %H:%M:%S} UTC"
+        ),
+        Text(f"from {recording.entry} to {', '.join(recording.outputs)}, seed {options.seed}", style="dim"),
+    ]
+    if recording.source.omniflow not in ("", __version__):
+        lines.append(Text(f"recorded by omniflow {recording.source.omniflow}; this is {__version__}", style="yellow"))
+    given, now = msgspec.structs.asdict(recording.options), msgspec.structs.asdict(options)
+    changed = [f"option {key} was {given[key]!r} and is {now[key]!r}" for key in now if given[key] != now[key]]
+    lines += [Text(change, style="yellow") for change in (*changed, *changes(recording, plan))]
+    return Group(*lines, "")
+
+
+def comparison_view(comparison: Comparison, recorded: Recording, replayed: Recording) -> RenderableType:
+    """One row an edge, in the order of the data flow; below them, what it comes to."""
+    table = new_table("edge", "recorded", "replayed", "")
+    for edge in comparison.edges:
+        verdict = Text(_verdict(edge), style=_VERDICT_STYLES[edge.verdict])
+        table.add_row(shown(edge.edge), _carried(edge.recorded), _carried(edge.replayed), verdict)
+    ends = Text.assemble(("the request ended with: ", "dim"), _end(recorded), ("; now with: ", "dim"), _end(replayed))
+    return Group(table, "", ends, conclusion(comparison))
+
+
+def conclusion(comparison: Comparison) -> Text:
+    """The one line that says whether something differs, and where first."""
+    first = comparison.first
+    if first is not None:
+        source = first.edge.partition(".")[0]
+        text = f"first difference: {shown(first.edge)} {_verdict(first)}"
+        return Text(f"{text}; nothing before stage {source} differs", style="bold red")
+    if not comparison.same_end:
+        return Text("every edge carried the same, but the request ended in another way", style="bold red")
+    num_given = sum(edge.verdict == "given" for edge in comparison.edges)
+    num_unknown = sum(edge.verdict == "unknown" for edge in comparison.edges)
+    text = f"the same: {len(comparison.edges) - num_given - num_unknown} edges carried what they did before"
+    text += f"; {num_given} given from the recording" if num_given else ""
+    text += f"; {num_unknown} cannot be compared" if num_unknown else ""
+    return Text(text, style="bold green")
+
+
+def shown(edge: str) -> str:
+    """An edge as `explain` writes it."""
+    return " → ".join(
+        f"({end.partition('.')[2]})" if end.startswith(f"{CLIENT}.") else end for end in edge.split(" -> ")
+    )
+
+
+def _carried(record: EdgeRecord | None) -> str:
+    if record is None:
+        return "-"
+    if record.state == "skipped":
+        return "skipped"
+    text = f"{record.size} {record.unit}{'' if record.size == 1 else 's'}"
+    return f"{text}, cut" if record.state == "cut" else text
+
+
+def _verdict(edge: EdgeVerdict) -> str:
+    match edge.verdict:
+        case "given":
+            return "given, as it depends on time"
+        case "gone":
+            return "carried nothing this time"
+        case "unknown":
+            opaque = (edge.recorded and edge.recorded.opaque) or (edge.replayed and edge.replayed.opaque)
+            return f"cannot be compared: {opaque or 'not in the recording'}"
+        case "differs" if edge.recorded is not None and edge.at is not None:
+            unit, block = edge.recorded.unit, edge.recorded.block
+            last = edge.at + block - 1
+            return f"differs at {unit} {edge.at}" if block == 1 else f"differs within {unit}s {edge.at}-{last}"
+    return edge.verdict
+
+
+def _end(recording: Recording) -> Text:
+    if recording.error is None:
+        return Text("all its outputs")
+    stage = f" in {recording.error.stage}" if recording.error.stage else ""
+    return Text(f"{recording.error.kind}{stage}: {recording.error.message}")
