@@ -24,6 +24,7 @@ from omniflow.cli.replaying import (
     RecordOptions,
     changed_options,
     comparison_view,
+    conclusion,
     recorded_layers,
     recorder_of,
     replay_headline,
@@ -88,10 +89,7 @@ def run(
     config: ConfigFile = None,
     single_process: SingleProcess = False,
     record: Annotated[
-        Path | None,
-        typer.Option(
-            "--record", metavar="DIR", help="Write a recording of each request there, with all that it sends."
-        ),
+        Path | None, typer.Option(metavar="DIR", help="Record each request there, with all that it sends.")
     ] = None,
     record_max: Annotated[int, typer.Option(min=1, help="Recordings to keep there; the oldest go.")] = 1000,
     record_max_bytes: Annotated[str, typer.Option(metavar="SIZE", help="What they may take together.")] = "1 GiB",
@@ -146,9 +144,11 @@ def replay(
     console.print(replay_headline(recorded, options, plan))
     fetch(need.weights for need in needs_of(chosen.spec))
     again = partial(replay_recording, options=options, run_all=run_all)
-    replayed = anyio.run(again, recorded, plan, chosen.configured.runtime)
+    with console.status("running it again"):
+        replayed = anyio.run(again, recorded, plan, chosen.configured.runtime)
     comparison = compare(recorded, replayed, plan, run_all=run_all)
     console.print(comparison_view(comparison, recorded, replayed))
+    console.print(conclusion(comparison), soft_wrap=True)
     if not comparison.same:
         raise typer.Exit(1)
 

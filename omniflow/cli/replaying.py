@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,13 +96,13 @@ def replay_headline(recording: Recording, options: Options, plan: Plan) -> Rende
 
 
 def comparison_view(comparison: Comparison, recorded: Recording, replayed: Recording) -> RenderableType:
-    """One row an edge, in the order of the data flow; below them, what it comes to."""
+    """One row an edge, in the order of the data flow; below them, how the request ended each time."""
     table = new_table("edge", "recorded", "replayed", "")
     for edge in comparison.edges:
         verdict = Text(_verdict(edge), style=_VERDICT_STYLES[edge.verdict])
         table.add_row(shown(edge.edge), _carried(edge.recorded), _carried(edge.replayed), verdict)
     ends = Text.assemble(("the request ended with: ", "dim"), _end(recorded), ("; now with: ", "dim"), _end(replayed))
-    return Group(table, "", ends, conclusion(comparison))
+    return Group(table, "", ends)
 
 
 def conclusion(comparison: Comparison) -> Text:
@@ -113,19 +114,15 @@ def conclusion(comparison: Comparison) -> Text:
         return Text(f"{text}; nothing before stage {source} differs", style="bold red")
     if not comparison.same_end:
         return Text("every edge carried the same, but the request ended in another way", style="bold red")
-    num_given = sum(edge.verdict == "given" for edge in comparison.edges)
-    num_unknown = sum(edge.verdict == "unknown" for edge in comparison.edges)
-    text = f"the same: {len(comparison.edges) - num_given - num_unknown} edges carried what they did before"
-    text += f"; {num_given} given from the recording" if num_given else ""
-    text += f"; {num_unknown} cannot be compared" if num_unknown else ""
-    return Text(text, style="bold green")
+    counts = Counter(edge.verdict for edge in comparison.edges)
+    text = f"no difference (edges compared: {counts['same']}, given: {counts['given']}, not comparable: "
+    return Text(f"{text}{counts['unknown']})", style="bold green")
 
 
 def shown(edge: str) -> str:
     """An edge as `explain` writes it."""
-    return " → ".join(
-        f"({end.partition('.')[2]})" if end.startswith(f"{CLIENT}.") else end for end in edge.split(" -> ")
-    )
+    source, _, target = edge.partition(" -> ")
+    return f"{source} → ({target.partition('.')[2]})" if target.startswith(f"{CLIENT}.") else f"{source} → {target}"
 
 
 def _carried(record: EdgeRecord | None) -> str:
