@@ -146,16 +146,16 @@ class Host:
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
-                if await self._set_up():
-                    front.send(HostReady())
-                    await self.stopped.wait()
+                tasks.start_soon(self._set_up)
+                # Also while a stage is set up: the runtime may be gone, or want no more of it.
+                await self.stopped.wait()
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 for local in self._stages.values():
                     await self._close_actor(local)
 
-    async def _set_up(self) -> bool:
+    async def _set_up(self) -> None:
         for stage in self.spec.stages:
             began = time.perf_counter()
             try:
@@ -163,12 +163,12 @@ class Host:
                 await local.actor.setup()
             except Exception as error:  # noqa: BLE001 - the boundary to actor code: reported with stage and traceback
                 self._break(stage.name, error)
-                return False
+                return
             self._stages[stage.name] = local
             if local.batcher is not None:
                 self._spawn(local.batcher.serve)
             self.links[FRONT].send(StageReady(stage.name, time.perf_counter() - began))
-        return True
+        self.links[FRONT].send(HostReady())
 
     async def _close_actor(self, local: _LocalStage) -> None:
         try:

@@ -159,7 +159,7 @@ class Supervisor:
             unless_started.pop_all()
         child.process, child.failure, child.state, child.gone = process, None, "starting", anyio.Event()
         child.started = child.last_beat = time.monotonic()
-        child.link = ArrowShmLink(child.host.name, self._receiver, ours, self._memory, self._types)
+        child.link = ArrowShmLink(child.host.name, self._receiver, ours, self._memory, self._types, keeps_views=False)
         child.pidfd = _watch_pid(process.pid, lambda: self._on_exit(child))
 
     def _process_of(self, host: PlannedHost, connection: socket.socket) -> Any:
@@ -239,6 +239,8 @@ class Supervisor:
             child.link = None
         was, child.state = child.state, "down"
         reason = _why(child)
+        with contextlib.suppress(ValueError):  # the fork server has not said yet that it is dead
+            child.process.close()
         child.gone.set()
         if self._stopping:
             child.state = "stopped"

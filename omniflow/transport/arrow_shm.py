@@ -29,6 +29,7 @@ from omniflow.transport.slabs import SlabPool
 _INLINE_BYTES = 8 * 1024
 _BODY_BYTES = 32 * 1024
 _DATAGRAM_BYTES = 128 * 1024
+_LARGEST_INLINE_BYTES = 96 * 1024
 _RELEASES = 1024
 """Blocks that one message gives back; it must fit into a datagram."""
 _DRAIN = 64
@@ -60,7 +61,11 @@ class SharedMemory:
 
 
 class ArrowShmLink(Link):
-    """One end of a link between two processes. `types` gives the type of the values of each edge."""
+    """One end of a link between two processes. `types` gives the type of the values of each edge.
+
+    With `keeps_views=False` arriving values are copied out of the peer's memory at once: for a receiver whose callers
+    may hold on to what they get for as long as they like.
+    """
 
     def __init__(
         self,
@@ -69,12 +74,15 @@ class ArrowShmLink(Link):
         connection: socket.socket,
         memory: SharedMemory,
         types: Mapping[int, Any],
+        *,
+        keeps_views: bool = True,
     ) -> None:
         self.peer = peer
         self._receiver = receiver
         self._socket = connection
         self._memory = memory
         self._types = types
+        self._keeps_views = keeps_views
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray(_DATAGRAM_BYTES)
         self._view = memoryview(self._buffer)
@@ -129,14 +137,13 @@ class ArrowShmLink(Link):
     def _item(self, edge: int, request: int, seq: int, encoded: Encoded, block: Block | None) -> Item | None:
         """The message for a value, its buffers in place; None where all shared memory is in use."""
         body, parts, size = encoded
-        if size <= _INLINE_BYTES and len(body) <= _BODY_BYTES:
-            return Item(edge, request, seq, body, _joined(parts, size), None)
-        if self._closed:
-            return None
-        if block is None:
+        small = size <= _INLINE_BYTES and len(body) <= _BODY_BYTES
+        if block is None and not small and not self._closed:
             block = self._memory.pool.try_take(_block_size(encoded))
         if block is None:
-            return None
+            # Where a receiver holds all memory, what fits into a message goes on at the price of two more copies.
+            fits = small or size + len(body) <= _LARGEST_INLINE_BYTES
+            return Item(edge, request, seq, body, _joined(parts, size), None) if fits else None
         slab = self._memory.pool.slab(block.slab)
         body_length = len(body) if len(body) > _BODY_BYTES else 0
         start = block.offset
@@ -252,7 +259,11 @@ class ArrowShmLink(Link):
         base = np.frombuffer(self._mapped[block.slab], np.uint8, block.length, block.offset)
         lease = weakref.finalize(base, self._view_died, (block.slab, block.slot, block.generation))
         lease.atexit = False
-        return base
+        if self._keeps_views:
+            return base
+        copy = base.copy()
+        copy.flags.writeable = False
+        return copy
 
     def _view_died(self, key: tuple[int, int, int]) -> None:
         """Runs in whichever thread dropped the last view."""

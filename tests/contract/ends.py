@@ -73,7 +73,7 @@ class Inbox:
 class Ends:
     """A link and what a test needs to look at: `a` sends, `b` receives (and the other way round)."""
 
-    def __init__(self, kind: str, limit_bytes: int = 2**26) -> None:
+    def __init__(self, kind: str, limit_bytes: int = 2**26, *, keeps_views: bool = True) -> None:
         self.kind = kind
         self.types: dict[int, Any] = {}
         self.at_a, self.at_b = Inbox(), Inbox()
@@ -85,7 +85,7 @@ class Ends:
         else:
             left, right = socket_pair()
             self.a = ArrowShmLink("b", self.at_a, left, self.memory_a, self.types)
-            self.b = ArrowShmLink("a", self.at_b, right, self.memory_b, self.types)
+            self.b = ArrowShmLink("a", self.at_b, right, self.memory_b, self.types, keeps_views=keeps_views)
 
     async def send(self, value: object, hint: Any = None, *, edge: int = 1, seq: int = 0) -> None:
         """Send from `a`, waiting for room where there is none."""

@@ -411,10 +411,14 @@ async def test_blocks_are_used_again(shm: Ends) -> None:
     assert len(addresses) == 1
 
 
+FULL, EIGHT = 120_000, 8
+"""So many values of so many bytes fill the memory; each is too large to ride in a message."""
+
+
 async def test_a_sender_waits_for_memory_and_goes_on(shm: Ends) -> None:
     shm.types[1] = np.ndarray
-    held = [await shm.there(np.full(60_000, number, np.uint8)) for number in range(16)]
-    pending = shm.a.send_item(1, 7, 16, np.full(60_000, 16, np.uint8))
+    held = [await shm.there(np.full(FULL, number, np.uint8)) for number in range(EIGHT)]
+    pending = shm.a.send_item(1, 7, 8, np.full(FULL, 8, np.uint8))
     assert pending is not None
     with anyio.move_on_after(0) as scope:
         await anyio.sleep(0)
@@ -428,15 +432,35 @@ async def test_a_sender_waits_for_memory_and_goes_on(shm: Ends) -> None:
         await anyio.wait_all_tasks_blocked()
         assert not shm.at_b.items
         del held[3]
-        assert (await shm.at_b.item()).value[0] == 16
-    assert [array[0] for array in held] == [number for number in range(16) if number != 3]
+        assert (await shm.at_b.item()).value[0] == 8
+    assert [array[0] for array in held] == [number for number in range(EIGHT) if number != 3]
+
+
+async def test_what_fits_into_a_message_never_waits_for_memory(shm: Ends) -> None:
+    """A receiver may hold as many as it likes: they stop taking blocks once there are none."""
+    held = [await shm.there(np.full(5000, number)) for number in range(100)]
+    assert shm.memory_a.pool.blocks_in_use == 16
+    assert [array[0] for array in held] == list(range(100))
+    assert (await shm.there(["x" * 900] * 100, list[str]))[99] == "x" * 900
+    del held
+    await shm.returned()
+
+
+async def test_a_receiver_may_take_copies_instead_of_views() -> None:
+    ends = Ends("arrow_shm", 2**20, keeps_views=False)
+    held = [await ends.there(np.full(FULL, number, np.uint8)) for number in range(3 * EIGHT)]
+    assert [array[-1] for array in held] == list(range(3 * EIGHT))
+    assert not mapped(held[0].ctypes.data)
+    assert not held[0].flags.writeable
+    await ends.returned()
+    ends.close()
 
 
 async def test_waiting_senders_are_served_in_their_order(shm: Ends) -> None:
-    held = [await shm.there(np.full(60_000, number, np.uint8)) for number in range(16)]
+    held = [await shm.there(np.full(FULL, number, np.uint8)) for number in range(EIGHT)]
     async with anyio.create_task_group() as tasks:
         for number in range(3):
-            tasks.start_soon(shm.send, np.full(60_000, number, np.uint8))
+            tasks.start_soon(shm.send, np.full(FULL, number, np.uint8))
             await anyio.wait_all_tasks_blocked()
         for number in range(3):
             held.pop()
@@ -446,7 +470,7 @@ async def test_waiting_senders_are_served_in_their_order(shm: Ends) -> None:
 
 
 async def test_a_cancelled_sender_loses_no_memory_and_blocks_nobody(shm: Ends) -> None:
-    held = [await shm.there(np.zeros(60_000, np.uint8)) for _ in range(16)]
+    held = [await shm.there(np.zeros(FULL, np.uint8)) for _ in range(EIGHT)]
     async with anyio.create_task_group() as tasks:
         large = anyio.CancelScope()
 
@@ -456,7 +480,7 @@ async def test_a_cancelled_sender_loses_no_memory_and_blocks_nobody(shm: Ends) -
 
         tasks.start_soon(send_large)
         await anyio.wait_all_tasks_blocked()
-        tasks.start_soon(shm.send, np.ones(60_000, np.uint8))
+        tasks.start_soon(shm.send, np.ones(FULL, np.uint8))
         await anyio.wait_all_tasks_blocked()
         held.pop()
         await anyio.wait_all_tasks_blocked()
@@ -470,8 +494,8 @@ async def test_a_cancelled_sender_loses_no_memory_and_blocks_nobody(shm: Ends) -
 
 async def test_a_block_given_to_a_sender_that_is_cancelled_at_that_moment_returns(shm: Ends) -> None:
     pool = shm.memory_a.pool
-    blocks = [pool.try_take(60_000) for _ in range(16)]
-    waiting = asyncio.get_running_loop().create_task(pool.take(60_000))
+    blocks = [pool.try_take(FULL) for _ in range(EIGHT)]
+    waiting = asyncio.get_running_loop().create_task(pool.take(FULL))
     await anyio.wait_all_tasks_blocked()
     for block in blocks:
         assert block is not None
@@ -500,14 +524,14 @@ async def test_a_value_larger_than_the_memory_is_refused(shm: Ends) -> None:
 
 
 async def test_blocks_of_a_peer_that_is_gone_return(shm: Ends) -> None:
-    held = [await shm.there(np.zeros(60_000, np.uint8)) for _ in range(16)]
+    held = [await shm.there(np.zeros(FULL, np.uint8)) for _ in range(EIGHT)]
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(shm.send, np.zeros(60_000, np.uint8))
+        tasks.start_soon(shm.send, np.zeros(FULL, np.uint8))
         await anyio.wait_all_tasks_blocked()
         shm.b.close()
         await shm.at_a.closed.wait()
     assert shm.memory_a.pool.blocks_in_use == 0
-    assert len(held) == 16
+    assert len(held) == EIGHT
 
 
 async def test_a_release_of_another_generation_is_ignored(shm: Ends) -> None:
