@@ -12,7 +12,7 @@ import tomllib
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -66,6 +66,14 @@ class Configured(msgspec.Struct, frozen=True):
     runtime: RuntimeConfig
     server: ServerConfig
     origins: dict[str, str]
+
+
+class Setting(NamedTuple):
+    """One setting: its address, its value, and where that comes from; `default` where nobody set it."""
+
+    key: str
+    value: Any
+    origin: str
 
 
 def settings_of(actor: type[Actor]) -> dict[str, tuple[Any, Any]]:
@@ -151,18 +159,37 @@ def configure(spec: GraphSpec, layers: Iterable[Layer] = ()) -> Configured:
     )
 
 
+def settings(configured: Configured) -> list[Setting]:
+    """Every setting, set or not: those of each stage that is there, in the graph's order, then runtime and server."""
+    found: dict[str, Any] = {}
+    for stage in configured.spec.stages:
+        if stage.name not in configured.spec.absent:
+            fields = {key: value for key, value in msgspec.structs.asdict(stage).items() if key in STAGE_FIELDS}
+            known = {key: default for key, (_, default) in settings_of(stage.actor).items() if key not in fields}
+            found |= {f"{stage.name}.{key}": value for key, value in (fields | known | stage.settings).items()}
+    for table, values in (("runtime", configured.runtime), ("server", configured.server)):
+        found |= {f"{table}.{key}": value for key, value in msgspec.structs.asdict(values).items()}
+    return [Setting(key, value, configured.origins.get(key, "default")) for key, value in found.items()]
+
+
 def _config_type(table: str) -> type[RuntimeConfig | ServerConfig]:
     return RuntimeConfig if table == "runtime" else ServerConfig
 
 
 def _declared_origins(spec: GraphSpec) -> dict[str, str]:
-    origins = {f"{stage.name}.{key}": "graph" for stage in spec.stages for key in stage.settings}
+    origins = {f"{stage.name}.{key}": "graph" for stage in spec.stages for key in (*stage.settings, *_own(stage))}
     for name, binding in (spec.profile.bindings if spec.profile else {}).items():
         if name not in spec.absent and spec.profile:
             values = msgspec.structs.asdict(binding)
             for key in [*values["fields"], *values["settings"]]:
                 origins[f"{name}.{key}"] = f"profile {spec.profile.name}"
     return origins
+
+
+def _own(stage: Stage) -> list[str]:
+    """The fields of a stage that are not as a stage has them by itself."""
+    plain, values = msgspec.structs.asdict(Stage(stage.name, stage.actor)), msgspec.structs.asdict(stage)
+    return [key for key in STAGE_FIELDS if values[key] != plain[key]]
 
 
 def _override(stage: Stage, field: str, value: Any, source: str) -> Stage:

@@ -8,11 +8,12 @@ import sys
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio
 import msgspec
 import typer
+import typer.core
 from rich.text import Text
 
 from omniflow import __version__
@@ -170,17 +171,29 @@ def check(graph: GraphName, profile: Profile = None, set_: Settings = None, conf
         console.print(Text.assemble("  without ", (stage, "bold"), f": {reason}"))
 
 
-@app.command()
+class _Explain(typer.core.TyperCommand):
+    """`--config` may stand without a FILE, where none follows it: typer has no option with an optional value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer, with a lone `--config` made `--config=`."""
+        alone = [arg == "--config" and after.startswith("-") for arg, after in zip(args, [*args[1:], "-"], strict=True)]
+        return super().parse_args(ctx, ["--config=" if lone else arg for arg, lone in zip(args, alone, strict=True)])
+
+
+@app.command(cls=_Explain)
 def explain(
     graph: GraphName,
     profile: Profile = None,
     cluster: ClusterName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON (schema: docs/explain.md).")] = False,
     set_: Settings = None,
-    config: ConfigFile = None,
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="[FILE]", help="Show every setting and where it comes from. FILE: settings in TOML."),
+    ] = None,
 ) -> None:
     """Show where each stage would run, how each edge would travel, and why. Starts nothing."""
-    chosen = choose(graph, profile, layers_of(config, set_ or [], {}))
+    chosen = choose(graph, profile, layers_of(Path(config) if config else None, set_ or [], {}))
     placed_on = _cluster(cluster)
     plan = make_plan(chosen.spec, placed_on, chosen.configured.runtime)
     if as_json:
@@ -189,7 +202,7 @@ def explain(
     console = output_console()
     console.print(_headline(chosen, placed_on))
     console.print(plan_view(plan))
-    settings = settings_table(chosen.configured)
+    settings = settings_table(chosen.configured, every=config is not None)
     if settings is not None:
         console.print()
         console.print(settings)

@@ -6,14 +6,13 @@ import os
 import sys
 from collections.abc import Iterator
 
-import msgspec
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from omniflow.config import Configured
-from omniflow.graph import CLIENT, type_name
+from omniflow.config import Configured, settings
+from omniflow.graph import CLIENT, Budget, Restart, type_name
 from omniflow.planner import Cluster, Plan, PlannedEdge, PlannedHost
 
 PIPED_WIDTH = 100
@@ -62,15 +61,16 @@ def edges_table(plan: Plan, reasons: list[str]) -> Table:
     return table
 
 
-def settings_table(configured: Configured) -> Table | None:
-    """Values that somebody chose, with where they came from; None where there are none."""
-    values = _values(configured)
-    chosen = {key: origin for key, origin in configured.origins.items() if origin != "graph" and key in values}
-    if not chosen:
+def settings_table(configured: Configured, *, every: bool = False) -> Table | None:
+    """Settings with where they come from: `every` one, or those that somebody chose (None where there are none)."""
+    found = settings(configured)
+    shown = found if every else sorted(each for each in found if each.origin not in ("graph", "default"))
+    if not shown:
         return None
     table = new_table("setting", "value", "from")
-    for key, origin in sorted(chosen.items()):
-        table.add_row(key, values[key], Text(origin, style="dim"))
+    for key, value, origin in shown:
+        style = "dim" if origin == "default" else "bold" if every else ""
+        table.add_row(Text(key, style=style), _setting_text(value), Text(origin, style="dim"))
     return table
 
 
@@ -133,14 +133,9 @@ def _restart(host: PlannedHost) -> str:
     return f"{restart.strategy}\n{restart.max_restarts} in {restart.within_s:g} s"
 
 
-def _values(configured: Configured) -> dict[str, str]:
-    """Every setting of the graph as text, by its key."""
-    found: dict[str, object] = {}
-    for stage in configured.spec.stages:
-        fields: dict[str, object] = msgspec.structs.asdict(stage)
-        fields["memory"] = size_text(stage.memory.total_bytes)
-        fields["restart"] = stage.restart.strategy if stage.restart else "stop"
-        found |= {f"{stage.name}.{key}": value for key, value in (fields | stage.settings).items()}
-    for table, values in (("runtime", configured.runtime), ("server", configured.server)):
-        found |= {f"{table}.{key}": value for key, value in msgspec.structs.asdict(values).items()}
-    return {key: str(value) for key, value in found.items()}
+def _setting_text(value: object) -> str:
+    if isinstance(value, Budget):
+        return size_text(value.total_bytes)
+    if isinstance(value, Restart):
+        return value.strategy
+    return "-" if value is None else str(value) or "''"
