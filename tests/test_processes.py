@@ -1,0 +1,612 @@
+"""The runtime with real host processes: what travels, what dies, what comes back, and what is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import multiprocess.forkserver
+import pytest
+
+from omniflow import supervisor
+from omniflow.errors import (
+    CancelledError,
+    DeadlineError,
+    InvalidInputError,
+    ProtocolError,
+    RequestError,
+    StageDiedError,
+    StageError,
+    StartError,
+    UnavailableError,
+)
+from omniflow.graph import Restart
+from omniflow.media import TextDelta
+from omniflow.runtime import Runtime
+
+from .conftest import descendants, hosts_below, shared_memory
+from .graphs import row, words
+from .graphs.row import Job
+from .graphs.words import Line
+from .running import CPU, pid_of, running, settled, unstarted, up_again
+
+AGAIN = Restart("one_for_one", backoff_s=0.01)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    """Started before descriptors are counted: it outlives each runtime."""
+    preload = ["omniflow.forkserver_start", "omniflow.process", "tests.graphs.words", "tests.graphs.row"]
+    supervisor._start_forkserver(preload)
+
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
+
+
+async def ask(runtime: Runtime, entry: str, value: object, **how: Any) -> dict[str, Any]:
+    return await (await runtime.submit(entry, value, **how)).collect()
+
+
+async def error_of(runtime: Runtime, entry: str, value: object, **how: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        await ask(runtime, entry, value, **how)
+    return caught.value
+
+
+async def kill(runtime: Runtime, stage: str) -> None:
+    """kill -9 the process of a stage, and wait until the runtime has noticed."""
+    pid = pid_of(runtime, stage)
+    os.kill(pid, signal.SIGKILL)
+    with anyio.fail_after(5):
+        while any(status.pid == pid for status in runtime.status().stages):
+            await runtime._wait_change()
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+async def test_three_processes_give_what_one_gives() -> None:
+    async with running(words.build(), CPU) as runtime, running(words.build()) as single:
+        stages = runtime.status().stages
+        assert {(stage.name, stage.host) for stage in stages} == {
+            ("split", "shout"),
+            ("shout", "shout"),
+            ("join", "shout"),
+            ("words", "shout"),
+            ("count", "count"),
+            ("echo", "echo"),
+        }
+        assert len({stage.pid for stage in stages} | {os.getpid()}) == 4
+        for text in ("what is this?", "no question", "many words x?"):
+            found, expected = await ask(runtime, "line", Line(text)), await ask(single, "line", Line(text))
+            assert (found["text"], found["num_words"]) == (expected["text"], expected["num_words"])
+            assert [chunk.samples.tolist() for chunk in found["audio"]] == [
+                chunk.samples.tolist() for chunk in expected["audio"]
+            ]
+        assert len((await ask(runtime, "speech", [TextDelta("a"), TextDelta("b")]))["audio"]) == 2
+
+
+async def test_many_requests_at_once_do_not_mix() -> None:
+    async with running(words.build(), CPU, max_in_flight=100) as runtime, anyio.create_task_group() as tasks:
+
+        async def one(number: int) -> None:
+            found = await ask(runtime, "line", Line(f"w{number} " * (number % 5 + 1) + "?"))
+            assert [delta.text for delta in found["text"]][:-1] == [f"W{number} "] * (number % 5 + 1)
+            assert len(found["audio"]) == len(found["text"]) == found["num_words"] == number % 5 + 2
+
+        for number in range(100):
+            tasks.start_soon(one, number)
+
+
+async def test_only_the_needed_hosts_hear_of_a_request() -> None:
+    async with running(words.build(), CPU) as runtime:
+        echo = pid_of(runtime, "echo")
+        assert len((await ask(runtime, "line", Line("a killecho b"), outputs=["text"]))["text"]) == 3
+        await settled(runtime)
+        reply = await runtime.submit("line", Line("a hang x"), outputs=["text"])
+        assert {stage.host: stage.in_flight for stage in runtime.status().stages} == {"shout": 1, "count": 1, "echo": 0}
+        await reply.cancel()
+        assert pid_of(runtime, "echo") == echo
+
+
+async def test_a_reader_that_returns_early_does_not_stop_the_writer() -> None:
+    async with running(words.build(), CPU) as runtime:
+        found = await ask(runtime, "line", Line("a stop " + "more " * 50 + "x"))
+        assert (len(found["text"]), len(found["audio"])) == (53, 1)
+
+
+async def test_an_entry_stream_longer_than_its_bound() -> None:
+    async with running(row.numbers(), CPU) as runtime:
+        assert (await ask(runtime, "numbers", list(range(1000))))["total"] == 499_500
+        assert (await ask(runtime, "numbers", [1, 2, -1, *range(500)]))["total"] == 3
+
+
+async def test_what_travels_returns_its_memory() -> None:
+    """Each counted line takes 200 KB of 1 MiB."""
+    async with running(words.build(), CPU, shm_bytes=2**20) as runtime, anyio.create_task_group() as tasks:
+
+        async def some() -> None:
+            for _ in range(10):
+                assert (await ask(runtime, "line", Line("a b?")))["num_words"] == 2
+
+        for _ in range(5):
+            tasks.start_soon(some)
+
+
+async def test_items_that_overtake_their_open_wait_for_it() -> None:
+    """The runtime has not got rid of all its `Open`s when another host sends for them: its socket was full."""
+    async with running(words.build(), CPU, max_in_flight=1000) as runtime:
+        count = pid_of(runtime, "count")
+        os.kill(count, signal.SIGSTOP)
+        replies = []
+        for _ in range(600):
+            replies.append(await runtime.submit("line", Line("a b?"), outputs=["num_words"]))
+        await anyio.wait_all_tasks_blocked()
+        assert runtime._supervisor.children["count"].link.statistics().backlog > 0  # type: ignore[union-attr]
+        os.kill(count, signal.SIGCONT)
+        hold_up_the_event_loop(0.3)
+        with anyio.fail_after(15):
+            assert [await reply.collect() for reply in replies] == [{"num_words": 2}] * 600
+
+
+def hold_up_the_event_loop(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("do", "kind", "message"),
+    [
+        ("raise", StageError, "ZeroDivisionError: a bug in run"),
+        ("refuse", InvalidInputError, "no such thing"),
+        ("out of memory", StageError, "MemoryError: "),
+        ("wrong type", ProtocolError, "port 'result' gives Job, but got int"),
+        ("refuse at length", InvalidInputError, "x" * 8000),
+    ],
+)
+async def test_errors_arrive_as_what_they_are(do: str, kind: type[RequestError], message: str) -> None:
+    async with running(row.row("one", "two"), CPU) as runtime:
+        pids = {stage.pid for stage in runtime.status().stages}
+        for stage in ("one", "two"):
+            error = await error_of(runtime, "job", Job(stage, do), request_id="mine")
+            assert type(error) is kind
+            assert (error.message, error.stage, error.request_id) == (message, stage, "mine")
+            assert error.param == ("thing" if do == "refuse" else None)
+        assert (await ask(runtime, "job", Job()))["job"].seen == ("one", "two")
+        assert {stage.pid for stage in runtime.status().stages} == pids
+
+
+async def test_an_input_that_is_wrong_inside_is_the_callers_fault() -> None:
+    async with running(words.build(), CPU, shm_bytes=2**20) as runtime:
+        error = await error_of(runtime, "line", Line(5))  # type: ignore[arg-type]
+        assert (type(error), error.param) == (InvalidInputError, "line")
+        assert "Expected `str`, got `int` - at `$.text`" in error.message
+        for value, message in [
+            (Line(object()), "a value of type object cannot travel"),  # type: ignore[arg-type]
+            (Line("\ud800"), "cannot travel between processes"),
+            (Line("x" * 2**21), "is larger than the shared memory of its host"),
+        ]:
+            with pytest.raises(InvalidInputError, match=message) as caught:
+                await runtime.submit("line", value)
+            assert caught.value.param == "line"
+        many: list[object] = [TextDelta("a")] * 40
+        error = await error_of(runtime, "speech", [*many, TextDelta(object())])  # type: ignore[arg-type]
+        assert (type(error), error.param) == (InvalidInputError, "speech")
+        assert len((await ask(runtime, "line", Line("a b")))["text"]) == 2
+
+
+async def test_a_result_too_large_for_the_memory_names_its_stage() -> None:
+    async with running(words.build(), CPU, shm_bytes=2**20) as runtime:
+        error = await error_of(runtime, "line", Line("x" * (2**20 - 11)), outputs=["text"])
+        assert (type(error), error.stage) == (ProtocolError, "words")
+        assert len((await ask(runtime, "line", Line("a b")))["text"]) == 2
+
+
+# -- deadlines and cancels ---------------------------------------------------------------------------------------------
+
+
+async def test_a_deadline_names_the_stage_that_ran() -> None:
+    async with running(words.build(), CPU) as runtime:
+        began = anyio.current_time()
+        error = await error_of(runtime, "line", Line("a hang x"), deadline_s=0.1)
+        assert str(error) == "stage 'words': the deadline of 0.1 s passed while stage 'words' was running"
+        assert isinstance(error, DeadlineError)
+        assert anyio.current_time() - began < 0.1 + 0.2
+
+
+async def test_a_deadline_names_the_port_of_a_fan_in_that_waited() -> None:
+    async with running(words.build(), CPU) as runtime:
+        count = pid_of(runtime, "count")
+        os.kill(count, signal.SIGSTOP)
+        try:
+            began = anyio.current_time()
+            error = await error_of(runtime, "line", Line("a b?"), deadline_s=0.2)
+            assert anyio.current_time() - began < 0.2 + 0.2
+            assert str(error) == "stage 'join': the deadline of 0.2 s passed while port 'counted' waited for count"
+            assert runtime.status().in_flight == 1
+        finally:
+            os.kill(count, signal.SIGCONT)
+        await settled(runtime)
+
+
+async def test_a_cancel_reaches_every_host() -> None:
+    async with running(words.build(), CPU) as runtime:
+        replies = [await runtime.submit("line", Line("a hang x?")) for _ in range(5)]
+        for reply in replies:
+            await anext(reply)
+        began = anyio.current_time()
+        for reply in replies:
+            await reply.cancel()
+        await settled(runtime)
+        assert anyio.current_time() - began < 0.5
+        with pytest.raises(CancelledError):
+            await anext(replies[0])
+
+
+async def test_a_caller_that_does_not_read_suspends_the_stage_in_its_process() -> None:
+    async with running(row.numbers(), CPU, stream_bound=8) as runtime:
+        reply = await runtime.submit("job", Job())
+        await anext(reply)
+        assert len(await ask(runtime, "numbers", [1, 2])) == 1  # the host is there, and busy with nothing else
+        sent = runtime._supervisor.children["total"].link.statistics().received  # type: ignore[union-attr]
+        assert len(reply._items) <= 8
+        assert (await ask(runtime, "numbers", [1, 2]))["total"] == 3
+        now = runtime._supervisor.children["total"].link.statistics().received  # type: ignore[union-attr]
+        assert now - sent <= 4, "nothing but what the other request sends"
+        for number in range(1, 100):
+            assert (await anext(reply)).value == number
+        await reply.cancel()
+
+
+async def test_cancels_at_any_moment_leave_nothing() -> None:
+    dice = random.Random(1)
+    async with running(words.build(), CPU, max_in_flight=16, max_queued=500, shm_bytes=2**20) as runtime:
+
+        async def one(delay_s: float) -> None:
+            with anyio.move_on_after(delay_s):
+                await ask(runtime, "line", Line("a b slow many c?"))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(200):
+                tasks.start_soon(one, dice.random() * 0.2)
+        await settled(runtime)
+        assert len((await ask(runtime, "line", Line("a b?")))["text"]) == 2
+        assert [stage.restarts for stage in runtime.status().stages] == [0] * 6
+
+
+# -- death -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("host", "text"), [("shout", "a hang x"), ("echo", "a b hang x"), ("count", "a b?")])
+async def test_a_killed_host_ends_its_requests_and_comes_back(host: str, text: str) -> None:
+    async with running(words.build(), CPU) as runtime:
+        pids = {stage.host: stage.pid for stage in runtime.status().stages}
+        if host == "count":  # so that the fan-in waits for it
+            os.kill(pids[host] or 0, signal.SIGSTOP)
+        bound = [await runtime.submit("line", Line(text)) for _ in range(4)]
+        if host != "count":
+            for reply in bound:
+                await anext(reply)
+        began = anyio.current_time()
+        await kill(runtime, host)
+        for reply in bound:
+            with pytest.raises(StageDiedError) as caught:
+                await reply.collect()
+            message = f"stage '{host}': its process died (killed by SIGKILL); it is being restarted"
+            assert str(caught.value) == message
+        assert anyio.current_time() - began < 0.5
+        await up_again(runtime)
+        assert (await ask(runtime, "line", Line("a b?")))["num_words"] == 2
+        for stage in runtime.status().stages:
+            assert (stage.pid != pids[stage.host], stage.restarts) == ((True, 1) if stage.host == host else (False, 0))
+
+
+async def test_requests_on_other_hosts_do_not_notice_a_death() -> None:
+    async with running(words.build(), CPU) as runtime:
+        async with await runtime.submit("speech", [TextDelta("a")] * 200) as untouched:
+            await anext(untouched)
+            await kill(runtime, "shout")
+            assert len([output async for output in untouched]) == 199
+        await up_again(runtime)
+
+
+@pytest.mark.parametrize("text", ["kill shout", "a killecho b"])
+async def test_a_request_that_kills_its_host_fails_alone(text: str) -> None:
+    async with running(words.build(), CPU) as runtime:
+        assert isinstance(await error_of(runtime, "line", Line(text)), StageDiedError)
+        assert len((await ask(runtime, "line", Line("a b")))["text"]) == 2
+
+
+async def test_a_request_waits_for_a_host_that_restarts() -> None:
+    async with running(row.row("one", restart=AGAIN), CPU) as runtime:
+        for _ in range(3):
+            await kill(runtime, "one")
+            assert runtime.status().stages[0].state == "starting"
+            assert (await ask(runtime, "job", Job()))["job"].seen == ("one",)
+
+
+async def test_a_request_that_may_not_wait_is_refused() -> None:
+    slow = Restart("one_for_one", backoff_s=0.3)
+    async with running(row.row("one", restart=slow), CPU, restart_wait_s=0.01) as runtime:
+        await kill(runtime, "one")
+        with pytest.raises(UnavailableError, match="stage 'one': it is restarting") as caught:
+            await runtime.submit("job", Job())
+        assert caught.value.retry_after_s == 2.0
+        await up_again(runtime)
+
+
+async def test_stopping_while_a_request_waits_for_a_restart() -> None:
+    slow = Restart("one_for_one", backoff_s=30)
+    async with anyio.create_task_group() as tasks:
+        async with unstarted(row.row("one", restart=slow), CPU) as runtime:
+            await kill(runtime, "one")
+
+            async def wait() -> None:
+                with pytest.raises(UnavailableError, match="the runtime is stopped"):
+                    await runtime.submit("job", Job())
+
+            tasks.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+
+
+@pytest.mark.parametrize(
+    ("do", "reason"), [("exit", "exit code 7"), ("kill", "killed by SIGKILL"), ("broken", "the device is gone")]
+)
+async def test_a_stage_whose_strategy_is_to_stop_fails_the_graph(do: str, reason: str) -> None:
+    async with unstarted(row.row("one", "two"), CPU) as runtime:
+        error = await error_of(runtime, "job", Job("two", do))
+        assert isinstance(error, StageError if do == "broken" else StageDiedError)
+        failure = await runtime.wait_failed()
+        assert str(failure) == f"stage 'two': died ({reason}), and its restart strategy is to stop"
+        status = runtime.status()
+        assert (status.state, status.reason) == ("failed", str(failure))
+        assert {stage.name: stage.state for stage in status.stages} == {"one": "ready", "two": "failed"}
+        with pytest.raises(UnavailableError, match="the graph has failed: stage 'two': died"):
+            await runtime.submit("job", Job())
+        await settled(runtime)
+
+
+async def test_a_broken_actor_is_restarted_by_its_strategy() -> None:
+    async with running(row.row("one", "two", restart=AGAIN), CPU) as runtime:
+        error = await error_of(runtime, "job", Job("two", "broken"))
+        assert (type(error), error.message, error.stage) == (StageError, "the device is gone", "two")
+        with anyio.fail_after(5):
+            while not runtime.status().stages[1].restarts:
+                await runtime._wait_change()
+        assert (await ask(runtime, "job", Job()))["job"].seen == ("one", "two")
+
+
+async def test_a_host_that_dies_too_often_is_given_up() -> None:
+    twice = Restart("one_for_one", max_restarts=2, backoff_s=0.01)
+    async with unstarted(row.row("one", restart=twice), CPU) as runtime:
+        for _ in range(2):
+            await kill(runtime, "one")
+            await up_again(runtime)
+        await kill(runtime, "one")
+        failure = await runtime.wait_failed()
+        assert str(failure) == "stage 'one': died 3 times within 60 s, the last time: killed by SIGKILL"
+
+
+async def test_deaths_long_ago_do_not_count() -> None:
+    short = Restart("one_for_one", max_restarts=1, within_s=0.001, backoff_s=0.01)
+    async with running(row.row("one", restart=short), CPU) as runtime:
+        for _ in range(4):
+            await kill(runtime, "one")
+            await up_again(runtime)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "restarted"),
+    [("one_for_one", {"two"}), ("rest_for_one", {"two", "three"}), ("one_for_all", {"one", "two", "three"})],
+)
+async def test_strategies(strategy: Any, restarted: set[str]) -> None:
+    restart = Restart(strategy, max_restarts=1, backoff_s=0.01)
+    async with running(row.row("one", "two", "three", restart=restart), CPU) as runtime:
+        before = {stage.name: stage.pid for stage in runtime.status().stages}
+        await kill(runtime, "two")
+        with anyio.fail_after(10):
+            while {stage.name for stage in runtime.status().stages if stage.restarts} != restarted:
+                await runtime._wait_change()
+        await up_again(runtime)
+        after = {stage.name: stage.pid for stage in runtime.status().stages}
+        assert {name for name in after if after[name] != before[name]} == restarted
+        assert (await ask(runtime, "job", Job()))["job"].seen == ("one", "two", "three")
+        # Being swept along is no death of one's own: one more is allowed to the others.
+        await kill(runtime, "three")
+        await up_again(runtime)
+        assert (await ask(runtime, "job", Job()))["job"].seen == ("one", "two", "three")
+
+
+async def test_a_host_that_cannot_start_again_is_tried_again(tmp_path: Path) -> None:
+    there = tmp_path / "weights"
+    there.touch()
+    often = Restart("one_for_one", max_restarts=50, backoff_s=0.01)
+    async with running(row.row("one", restart=often, one={"in_setup": str(there)}), CPU) as runtime:
+        there.unlink()
+        await kill(runtime, "one")
+        with anyio.fail_after(10):
+            while runtime.status().stages[0].restarts < 3:
+                await runtime._wait_change()
+        there.touch()
+        assert (await ask(runtime, "job", Job()))["job"].seen == ("one",)
+
+
+async def test_a_stage_that_blocks_its_event_loop_is_killed_as_hung() -> None:
+    async with running(row.row("one", "two", restart=AGAIN), CPU, hang_s=0.3) as runtime:
+        with anyio.fail_after(10):
+            error = await error_of(runtime, "job", Job("two", "block"))
+        assert isinstance(error, StageDiedError)
+        assert error.stage == "two"
+        assert (await ask(runtime, "job", Job("two", "block a thread")))["job"].seen == ("one", "two")
+        assert [stage.restarts for stage in runtime.status().stages] == [0, 1]
+
+
+async def test_a_killed_fork_server_takes_its_hosts_along_and_all_come_back() -> None:
+    async with running(row.row("one", "two", restart=AGAIN), CPU) as runtime:
+        os.kill(multiprocess.forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+        with anyio.fail_after(10):
+            while [stage.restarts for stage in runtime.status().stages] != [1, 1]:
+                await runtime._wait_change()
+        assert (await ask(runtime, "job", Job()))["job"].seen == ("one", "two")
+
+
+async def test_restarts_leave_no_descriptors_in_neighbours() -> None:
+    often = Restart("one_for_one", max_restarts=50, backoff_s=0.001)
+    async with running(row.row("one", "two", restart=often), CPU) as runtime:
+        await ask(runtime, "job", Job())
+        of_one, own = f"/proc/{pid_of(runtime, 'one')}/fd", "/proc/self/fd"
+        before = len(os.listdir(of_one)), len(os.listdir(own))
+        for _ in range(5):
+            await kill(runtime, "two")
+            await ask(runtime, "job", Job())
+        assert (len(os.listdir(of_one)), len(os.listdir(own))) == before
+
+
+# -- start and stop ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("in_setup", "message", "detail"),
+    [
+        ("raise", "stage 'two': failed to start: FileNotFoundError: no weights here", "raise FileNotFoundError"),
+        ("kill", "stage 'two': failed to start: killed by SIGKILL", ""),
+    ],
+)
+async def test_death_in_setup_shows_stage_and_traceback(in_setup: str, message: str, detail: str) -> None:
+    """The others are stopped at once, even one that hangs in its own setup."""
+    graph = row.row("one", "two", "three", restart=AGAIN, two={"in_setup": in_setup}, three={"in_setup": "hang"})
+    with anyio.fail_after(10):
+        with pytest.raises(StartError) as caught:
+            await unstarted(graph, CPU).__aenter__()
+    assert str(caught.value) == message
+    assert detail in caught.value.detail
+    assert ("Traceback" in caught.value.detail) == bool(detail)
+
+
+async def test_a_stage_that_is_never_ready_is_named() -> None:
+    graph = row.row("one", "two", two={"in_setup": "hang"})
+    with pytest.raises(StartError, match=r"stage 'two': not ready after 0.5 s \(still setting up: two\)"):
+        await unstarted(graph, CPU, start_timeout_s=0.5).__aenter__()
+
+
+async def test_a_cancelled_start_leaves_nothing() -> None:
+    for delay_s in (0.0, 0.005, 0.02, 0.05):
+        with anyio.move_on_after(delay_s):
+            async with unstarted(words.build(), CPU):
+                await anyio.sleep_forever()
+
+
+async def test_actors_are_closed(tmp_path: Path) -> None:
+    graph = row.row("one", "two", one={"in_close": "raise"}, two={"in_close": str(tmp_path / "closed")})
+    async with running(graph, CPU):
+        pass
+    assert (tmp_path / "closed").exists()
+
+
+async def test_a_host_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_KILL_AFTER_S", 0.2)
+    with anyio.fail_after(10):
+        async with running(row.row("one", "two", two={"in_close": "hang"}), CPU):
+            pass
+
+
+async def test_a_broken_host_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_KILL_AFTER_S", 0.2)
+    async with running(row.row("one", restart=AGAIN, one={"in_close": "hang"}), CPU) as runtime:
+        assert (await error_of(runtime, "job", Job("one", "broken"))).message == "the device is gone"
+        with anyio.fail_after(10):
+            while not runtime.status().stages[0].restarts:
+                await runtime._wait_change()
+        assert await ask(runtime, "job", Job())
+
+
+async def test_leaving_with_requests_in_flight_ends_them_and_all_processes() -> None:
+    async with unstarted(words.build(), CPU) as runtime:
+        replies = [await runtime.submit("line", Line("a hang x")) for _ in range(3)]
+        below = hosts_below(os.getpid())
+        assert len(below) >= 3
+    for reply in replies:
+        with pytest.raises(UnavailableError, match="the runtime is stopping"):
+            await reply.collect()
+    assert runtime._requests == {}
+    assert {stage.state for stage in runtime.status().stages} == {"stopped"}
+
+
+async def test_drain_finishes_what_runs() -> None:
+    async with running(words.build(), CPU) as runtime:
+        reply = await runtime.submit("line", Line("slow a b"))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(runtime.drain)
+            await anyio.wait_all_tasks_blocked()
+            with pytest.raises(UnavailableError, match="the runtime is draining"):
+                await runtime.submit("line", Line("c"))
+            assert len((await reply.collect())["audio"]) == 3
+
+
+async def test_a_death_while_draining_does_not_hold_it_up() -> None:
+    async with unstarted(row.row("one", "two"), CPU) as runtime:
+        reply = await runtime.submit("job", Job("two", "sleep"))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(runtime.drain)
+            await anyio.wait_all_tasks_blocked()
+            os.kill(pid_of(runtime, "two"), signal.SIGKILL)
+            with anyio.fail_after(5), pytest.raises(StageDiedError):
+                await reply.collect()
+
+
+async def test_signals_for_the_whole_group_do_not_end_hosts() -> None:
+    """Ctrl-C and a stop signal reach every process; the runtime drains, so its hosts go on."""
+    async with running(words.build(), CPU) as runtime:
+        for host in hosts_below(os.getpid()):
+            os.kill(host, signal.SIGINT)
+            os.kill(host, signal.SIGTERM)
+        assert len((await ask(runtime, "line", Line("a b?")))["audio"]) == 2
+        assert [stage.restarts for stage in runtime.status().stages] == [0] * 6
+
+
+async def test_two_runtimes_in_one_process() -> None:
+    async with running(words.build(), CPU) as one, running(row.row("one", "two", restart=AGAIN), CPU) as two:
+        await kill(two, "one")
+        assert len((await ask(one, "line", Line("a b?")))["text"]) == 2
+        assert (await ask(two, "job", Job()))["job"].seen == ("one", "two")
+
+
+@pytest.fixture(params=["", "hang"], ids=["serving", "starting"])
+def program(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process, leader of its own group, that runs hosts."""
+    command = [sys.executable, "-m", "tests.serving", *([request.param] if request.param else [])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        yield process
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+async def test_killing_the_main_process_leaves_nothing(program: subprocess.Popen[bytes], whole_group: bool) -> None:
+    shm = shared_memory()
+    below = descendants(program.pid)
+    assert len(below) >= 4, "the fork server, the resource tracker and the hosts"
+    watched = [os.pidfd_open(pid) for pid in below]
+    if whole_group:
+        os.killpg(program.pid, signal.SIGKILL)
+    else:
+        program.kill()
+    until = time.monotonic() + 2
+    left = set(watched)
+    while left and time.monotonic() < until:
+        left -= set(select.select(left, [], [], until - time.monotonic())[0])
+    for descriptor in watched:
+        os.close(descriptor)
+    assert not left, "processes live 2 s after their main process"
+    assert shared_memory() <= shm
