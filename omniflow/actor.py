@@ -54,6 +54,9 @@ class Stream(AsyncIterator[T], ABC):
     It ends when the producer has ended. Items not read when `run` returns are dropped, and the producer goes on.
     """
 
+    dropped: int = 0
+    """Items missed so far: they were the oldest when the edge was full, and its policy is to drop them."""
+
 
 class Emit(ABC, Generic[T]):
     """The sending end of a stream port for one request."""

@@ -16,6 +16,7 @@
         OverloadedError               429  admission refused it; retry after `retry_after_s`
         UnavailableError              503  draining, or a stage is restarting
         StageDiedError                503  a host died while it ran this request
+        EdgeFullError                 503  a stream edge with policy 'fail' was full
         DeadlineError                 504  the request's deadline passed; names what was waited for
         CancelledError                499  the caller went away
         StageError                    500  an unexpected exception in a stage's `run`
@@ -160,6 +161,14 @@ class StageDiedError(RequestError):
 
     status = 503
     code = "stage_died"
+    retriable = True
+
+
+class EdgeFullError(RequestError):
+    """A stream edge whose policy is to fail was full: its reader did not keep up. The message names the edge."""
+
+    status = 503
+    code = "edge_full"
     retriable = True
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from omniflow.actor import Actor, Port, Ports, ports_of
 from omniflow.errors import GraphError
+from omniflow.mailbox import Policy
 
 K = TypeVar("K", bound=Hashable)
 EdgeKind = Literal["result", "stream", "fan-in"]
@@ -119,7 +120,10 @@ STAGE_FIELDS: dict[str, Any] = {
 
 
 class Edge(msgspec.Struct, frozen=True):
-    """A typed connection. `loop` bounds the items of a declared feedback edge; `bound` its credits."""
+    """A typed connection. `loop` bounds the items of a declared feedback edge; `bound` its credits.
+
+    `policy` says what a stream does once `bound` items are under way.
+    """
 
     kind: EdgeKind
     source: str
@@ -128,6 +132,7 @@ class Edge(msgspec.Struct, frozen=True):
     target_port: str
     bound: int | None = None
     loop: int | None = None
+    policy: Policy = "block"
 
     def __str__(self) -> str:
         return f"{self.source}.{self.source_port} -> {self.target}.{self.target_port}"
@@ -236,13 +241,25 @@ class Graph:
         self._edges.append(self._connect("result", source, target))
 
     def stream(
-        self, source: Stage | Opening, target: Stage | Opening, *, bound: int | None = None, loop: int | None = None
+        self,
+        source: Stage | Opening,
+        target: Stage | Opening,
+        *,
+        bound: int | None = None,
+        loop: int | None = None,
+        policy: Policy = "block",
     ) -> None:
-        """Connect a stream port to a stream port. `bound`: credits; `loop`: a feedback edge, so many items."""
+        """Connect a stream port to a stream port. `bound`: credits; `loop`: a feedback edge, so many items.
+
+        `policy`: once `bound` items are under way, the writer waits ("block"), the oldest of them is lost
+        ("drop_oldest", for what is of no use when it is late), or the request ends with `EdgeFullError` ("fail").
+        """
+        if policy not in typing.get_args(Policy):
+            raise GraphError(f"a stream edge has no policy {policy!r}{nearest(policy, typing.get_args(Policy))}")
         for name, value in (("bound", bound), ("loop", loop)):
             if value is not None and value < 1:
                 raise GraphError(f"a stream edge with {name}={value} carries nothing; {name} is at least 1")
-        self._edges.append(self._connect("stream", source, target, bound=bound, loop=loop))
+        self._edges.append(self._connect("stream", source, target, bound=bound, loop=loop, policy=policy))
 
     def fan_in(self, target: Stage, /, **sources: Stage | Opening) -> None:
         """Connect several sources to the value ports of `target`, each by the name of its port."""
@@ -309,7 +326,7 @@ class Graph:
         if known is None:
             raise GraphError(f"stage {stage.name!r} is not of graph {self.name!r}{nearest(stage.name, self._stages)}")
 
-    def _connect(self, kind: EdgeKind, source: Stage | Opening, target: Stage | Opening, **extra: int | None) -> Edge:
+    def _connect(self, kind: EdgeKind, source: Stage | Opening, target: Stage | Opening, **extra: Any) -> Edge:
         from_stage, from_port = _side(source)
         to_stage, to_port = _side(target)
         self._own(from_stage)

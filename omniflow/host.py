@@ -36,7 +36,6 @@ from omniflow.graph import CLIENT, Edge, Stage, route
 from omniflow.mailbox import Credits, Mailbox
 from omniflow.messages import (
     Cancel,
-    Closed,
     Connect,
     Credit,
     End,
@@ -53,7 +52,7 @@ from omniflow.observer import Given, Observe, Observer
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge
 from omniflow.transport.base import Link
 from omniflow.transport.local_object import loopback
-from omniflow.visit import PortEmit, Run, StageRoute, Visit, results_of
+from omniflow.visit import EdgeFull, PortEmit, Reader, Run, StageRoute, Visit, results_of
 
 log = logging.getLogger("omniflow.host")
 
@@ -328,7 +327,8 @@ class Host:
                     run.missing.add(port.name)
                 else:
                     give = functools.partial(self._give_credit, edge, message.request)
-                    run.streams[port.name] = Mailbox(self._edges[edge].bound, give)
+                    planned = self._edges[edge]
+                    run.streams[port.name] = Mailbox(planned.bound, give, planned.policy)
             for name, edges in stage_route.outputs.items():
                 if any(port.name == name and port.kind == "stream" for port in stage_route.ports.outputs):
                     visit.credits |= {edge: Credits(self._edges[edge].bound) for edge in edges}
@@ -392,23 +392,26 @@ class Host:
         arguments = {**run.values, **run.streams}
         for port in run.route.ports.outputs:
             if port.kind == "stream":
-                edges = run.route.outputs[port.name]
-                readers = {edge: visit.credits[edge] for edge in edges}
-                loops = {edge: bound for edge in edges if (bound := self._edges[edge].loop) is not None}
+                readers = {edge: self._reader(visit, edge) for edge in run.route.outputs[port.name]}
                 refusal = run.route.refusals.get(port.name)
-                arguments[port.name] = PortEmit(
-                    run.route.stage, port, visit.request, self._send_item, readers, loops, refusal
-                )
+                arguments[port.name] = PortEmit(run.route.stage, port, visit.request, self._send_item, readers, refusal)
         if run.route.ports.context is not None:
             arguments[run.route.ports.context] = visit.context
         return arguments
+
+    def _reader(self, visit: Visit, edge: int) -> Reader:
+        planned = self._edges[edge]
+        full = None
+        if planned.policy == "fail":
+            text = f"stream edge {planned} is full: its reader has not taken the {planned.bound} items under way"
+            full = EdgeFull(text, planned.target)
+        return Reader(visit.credits[edge], planned.loop, full)
 
     async def _finish_stage(self, visit: Visit, run: Run, result: Any) -> None:
         """Send what the stage gave, end its streams, and forget it."""
         # A result that breaks the contract is found before a reader is told that its stream has ended well.
         values = results_of(run.route, result)
-        for mailbox in run.streams.values():
-            mailbox.discard()
+        visit.leave(run)
         for port in run.route.ports.outputs:
             for edge in run.route.outputs[port.name]:
                 if port.kind == "stream":
@@ -457,7 +460,7 @@ class Host:
             gone = {edge for edge, reader in visit.credits.items() if reader.gone}
             for part in self._observer.closed(visit.request, gone):
                 self.links[FRONT].send(part)
-        self.links[FRONT].send(Closed(visit.request, visit.unfinished))
+        self.links[FRONT].send(visit.closed())
 
     # -- ways out --------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 The reader's `Mailbox` holds at most `bound` items. The writer's `Credits` start at `bound`; each item takes one; the
 reader gives them back in batches once half are consumed, so a slow reader suspends its writer and nobody else.
+Where the policy is to drop the oldest item, credit returns as items arrive, and a full mailbox makes room by itself.
 A deque with one waiting future moves an item in 2-7 us, an AnyIO memory stream in 20-56 us (docs/adr/0002).
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import anyio.lowlevel
 
@@ -19,6 +20,8 @@ from omniflow.messages import READER_GONE
 
 T = TypeVar("T")
 
+Policy = Literal["block", "drop_oldest", "fail"]
+"""What a stream edge does when it is full: its writer waits, the oldest item is lost, or the request fails."""
 _FAIR = 32
 """A reader that always finds items yields to the event loop after so many."""
 
@@ -30,16 +33,26 @@ class MailboxStatistics(NamedTuple):
     bound: int
     received: int
     ended: bool
+    dropped: int = 0
+    """Items that came and made room for later ones before the reader took them."""
 
 
 class Mailbox(AsyncIterator[T], Generic[T]):
     """The reader's end. One reader; `put`, `end` and `discard` never wait."""
 
-    __slots__ = ("_bound", "_ended", "_give_credit", "_gone", "_queue", "_received", "_taken", "_waiter")
+    __slots__ = (
+        "_bound", "_drops", "_ended", "_give_credit", "_gone", "_queue", "_received", "_refill", "_taken", "_waiter",
+        "dropped",
+    )  # fmt: skip
 
-    def __init__(self, bound: int, give_credit: Callable[[int], None]) -> None:
+    def __init__(self, bound: int, give_credit: Callable[[int], None], policy: Policy = "block") -> None:
         self._bound = bound
         self._give_credit = give_credit
+        self._drops = policy == "drop_oldest"
+        # A writer that fails where it has no credit must know of every place at once.
+        self._refill = 1 if policy == "fail" else (bound + 1) // 2
+        self.dropped = 0
+        """Items that the reader has missed."""
         self._queue: deque[T] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._received = 0
@@ -54,7 +67,9 @@ class Mailbox(AsyncIterator[T], Generic[T]):
         self._received += 1
         if self._gone:
             return
-        if len(self._queue) >= self._bound:
+        if self._drops:
+            self._make_room()
+        elif len(self._queue) >= self._bound:
             raise ProtocolError(f"more than {self._bound} items are waiting: the writer ignored its credits")
         self._queue.append(value)
         self._wake()
@@ -82,17 +97,27 @@ class Mailbox(AsyncIterator[T], Generic[T]):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         value = self._queue.popleft()
-        self._taken += 1
-        if self._taken * 2 >= self._bound:
-            self._give_credit(self._taken)
-            self._taken = 0
+        if not self._drops:
+            self._count_taken()
         if (self._received - len(self._queue)) % _FAIR == 0:
             await anyio.lowlevel.cancel_shielded_checkpoint()
         return value
 
     def statistics(self) -> MailboxStatistics:
         """Counts for metrics and tests."""
-        return MailboxStatistics(len(self._queue), self._bound, self._received, self._ended)
+        return MailboxStatistics(len(self._queue), self._bound, self._received, self._ended, self.dropped)
+
+    def _make_room(self) -> None:
+        if len(self._queue) >= self._bound:
+            self._queue.popleft()
+            self.dropped += 1
+        self._count_taken()
+
+    def _count_taken(self) -> None:
+        self._taken += 1
+        if self._taken >= self._refill:
+            self._give_credit(self._taken)
+            self._taken = 0
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -110,6 +135,11 @@ class Credits:
         self.seq = 0
         self.gone = False
         """True once the reader wants nothing more."""
+
+    @property
+    def exhausted(self) -> bool:
+        """True where `take` would wait."""
+        return self._free == 0 and not self.gone
 
     async def take(self) -> int:
         """Wait for a credit and use it; gives the sequence number of the item, or -1 where the reader is gone."""

@@ -93,10 +93,14 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Host -> runtime: nothing of this request is left here. `unfinished` is empty unless it was cancelled."""
+    """Host -> runtime: nothing of this request is left here. `unfinished` is empty unless it was cancelled.
+
+    `dropped` are (edge, items) that readers here missed, where the policy of an edge is to drop the oldest.
+    """
 
     request: int
     unfinished: tuple[Waiting, ...] = ()
+    dropped: tuple[tuple[int, int], ...] = ()
 
 
 class Recorded(msgspec.Struct, frozen=True, array_like=True, tag=18):

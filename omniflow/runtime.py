@@ -84,6 +84,13 @@ class StageStatus(NamedTuple):
     """The process that runs it; None while it is down."""
 
 
+class EdgeStatus(NamedTuple):
+    """A stream edge that may lose items, and how many its readers have missed."""
+
+    name: str
+    dropped: int
+
+
 class RuntimeStatus(NamedTuple):
     """The runtime as `/health` and `/ready` show it."""
 
@@ -92,6 +99,8 @@ class RuntimeStatus(NamedTuple):
     queued: int
     stages: tuple[StageStatus, ...]
     reason: str | None
+    edges: tuple[EdgeStatus, ...] = ()
+    """Those whose policy is to drop the oldest item."""
 
 
 class Runtime:
@@ -108,6 +117,7 @@ class Runtime:
         self._admission = Admission(self.config.max_in_flight, self.config.max_queued)
         self._plans: dict[tuple[str, tuple[str, ...]], RequestPlan] = {}
         self._edges = {edge.id: edge for edge in plan.edges}
+        self._dropped = {edge.id: 0 for edge in plan.edges if edge.policy == "drop_oldest"}
         self._memory = SharedMemory(self.config.shm_bytes)
         self._recorder = recorder
         self._observe = recorder.observe if recorder else None
@@ -425,6 +435,8 @@ class Runtime:
             case StageReady() | HostReady() | HostFailed() | Beat():
                 self._heard(link.peer, message)
             case End() | Skip() | Credit() | Failure() | Closed():
+                if isinstance(message, Closed):
+                    self._count_dropped(message)
                 reply = self._requests.get(message.request)
                 if reply is not None:
                     self._heard_of_request(link.peer, reply, message)
@@ -433,6 +445,10 @@ class Runtime:
                     self._recorder.heard(link.peer, message)
             case _:
                 raise ProtocolError(f"the runtime cannot take a {type(message).__name__}")
+
+    def _count_dropped(self, message: Closed) -> None:
+        for edge, number in message.dropped:
+            self._dropped[edge] += number
 
     def _heard_of_request(self, host: str, reply: Reply, message: End | Skip | Credit | Failure | Closed) -> None:
         match message:
@@ -515,7 +531,8 @@ class Runtime:
             pid = child.pid if child else os.getpid()
             stages += [StageStatus(stage, host.name, state, restarts, in_flight, pid) for stage in host.stages]
         reason = str(self._failure) if self._failure else None
-        return RuntimeStatus(self.state, len(self._requests), self._admission.num_queued, tuple(stages), reason)
+        edges = tuple(EdgeStatus(str(self._edges[edge]), dropped) for edge, dropped in self._dropped.items())
+        return RuntimeStatus(self.state, len(self._requests), self._admission.num_queued, tuple(stages), reason, edges)
 
     def _link(self, host: str) -> Link | None:
         """The link to a host; None while it is down, when whatever would be sent is moot."""

@@ -169,3 +169,9 @@ class _StatusCollector(Collector):
             restarts.add_metric(where, stage.restarts)
             in_flight.add_metric(where, stage.in_flight)
         yield from (up, restarts, in_flight)
+        dropped = CounterMetricFamily(
+            "omniflow_edge_dropped_items", "Items that readers missed on edges that drop the oldest.", labels=["edge"]
+        )
+        for edge in status.edges:
+            dropped.add_metric([edge.name], edge.dropped)
+        yield dropped

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
+import anyio.lowlevel
 import msgspec
 
 from omniflow.actor import Context, Emit, Outputs, Port, Ports
-from omniflow.errors import ProtocolError, UnsupportedError
+from omniflow.errors import EdgeFullError, ProtocolError, UnsupportedError
 from omniflow.graph import type_name
 from omniflow.mailbox import Credits, Mailbox
-from omniflow.messages import Waiting
+from omniflow.messages import Closed, Waiting
 
 SendItem = Callable[[int, int, int, object], Awaitable[None] | None]
 """(edge, request, seq, value): the host's way out to whichever link the edge has."""
+_FAIR = 32
+"""A stage that never has to wait for credit yields to the event loop after so many items."""
 
 
 class StageRoute(msgspec.Struct, frozen=True):
@@ -50,7 +53,7 @@ class Run:
 class Visit:
     """All of one request in this host. `over` is set by a failure or a cancel, and nothing starts after that."""
 
-    __slots__ = ("context", "credits", "num_running", "over", "request", "runs", "scopes", "unfinished")
+    __slots__ = ("_dropped", "context", "credits", "num_running", "over", "request", "runs", "scopes", "unfinished")
 
     def __init__(self, request: int, context: Context) -> None:
         self.request = request
@@ -60,6 +63,7 @@ class Visit:
         self.scopes: set[anyio.CancelScope] = set()
         self.num_running = 0
         self.unfinished: tuple[Waiting, ...] = ()
+        self._dropped: dict[int, int] = {}
         self.over = False
 
     def stop(self) -> None:
@@ -71,11 +75,45 @@ class Visit:
         for scope in list(self.scopes):
             scope.cancel()
 
+    def leave(self, run: Run) -> None:
+        """`run` reads nothing more."""
+        for port, mailbox in run.streams.items():
+            mailbox.discard()
+            self._count_dropped(run.route.inputs[port], mailbox)
+
+    def closed(self) -> Closed:
+        """What the runtime is told once nothing of the request is left here."""
+        for run in self.runs.values():
+            for port, mailbox in run.streams.items():
+                self._count_dropped(run.route.inputs[port], mailbox)
+        return Closed(self.request, self.unfinished, tuple(self._dropped.items()))
+
+    def _count_dropped(self, edge: int, mailbox: Mailbox[Any]) -> None:
+        if mailbox.dropped:
+            self._dropped[edge] = mailbox.dropped
+
+
+class Reader(NamedTuple):
+    """An edge as its writer sees it."""
+
+    credits: Credits
+    loop: int | None
+    """The most items that a feedback edge carries."""
+    if_full: EdgeFull | None
+    """Set where a full edge ends the request."""
+
+
+class EdgeFull(NamedTuple):
+    """What the error says of an edge that is full."""
+
+    message: str
+    reader: str
+
 
 class PortEmit(Emit[Any]):
-    """The sending end of one stream port of one run: one `Credits` for each edge that reads it."""
+    """The sending end of one stream port of one run, to each edge that reads it."""
 
-    __slots__ = ("_credits", "_loops", "_port", "_refusal", "_request", "_send", "_stage", "_turn")
+    __slots__ = ("_num_sent", "_port", "_readers", "_refusal", "_request", "_send", "_stage", "_turn")
 
     def __init__(
         self,
@@ -83,22 +121,21 @@ class PortEmit(Emit[Any]):
         port: Port,
         request: int,
         send: SendItem,
-        readers: dict[int, Credits],
-        loops: dict[int, int],
+        readers: dict[int, Reader],
         refusal: str | None,
     ) -> None:
         self._stage = stage
         self._port = port
         self._request = request
         self._send = send
-        self._credits = readers
-        self._loops = loops
+        self._readers = readers
         self._refusal = refusal
+        self._num_sent = 0
         self._turn = asyncio.Lock()
 
     @property
     def wanted(self) -> bool:
-        return self._refusal is not None or any(not reader.gone for reader in self._credits.values())
+        return self._refusal is not None or any(not reader.credits.gone for reader in self._readers.values())
 
     async def send(self, value: Any) -> None:
         if self._refusal is not None:
@@ -106,14 +143,19 @@ class PortEmit(Emit[Any]):
         refuse_wrong_type(self._stage, self._port, value)
         # Tasks of one `run` that share a port send one after the other, so that numbers and items agree.
         async with self._turn:
-            for edge, reader in self._credits.items():
+            self._num_sent += 1
+            if self._num_sent % _FAIR == 0:
+                await anyio.lowlevel.checkpoint()
+            for edge, reader in self._readers.items():
                 await self._send_to(edge, reader, value)
 
-    async def _send_to(self, edge: int, reader: Credits, value: Any) -> None:
-        seq = await reader.take()
+    async def _send_to(self, edge: int, reader: Reader, value: Any) -> None:
+        if reader.if_full is not None and reader.credits.exhausted:
+            raise EdgeFullError(reader.if_full.message, stage=reader.if_full.reader)
+        seq = await reader.credits.take()
         if seq < 0:
             return
-        if seq >= self._loops.get(edge, seq + 1):
+        if reader.loop is not None and seq >= reader.loop:
             raise ProtocolError(f"feedback port {self._port.name!r} sent more than its bound", stage=self._stage)
         pending = self._send(edge, self._request, seq, value)
         if pending is not None:
@@ -121,7 +163,7 @@ class PortEmit(Emit[Any]):
                 await pending
             except asyncio.CancelledError:
                 # A wait that is cancelled has sent nothing, and `run` may go on after a timeout of its own.
-                reader.untake()
+                reader.credits.untake()
                 raise
 
 

@@ -22,7 +22,7 @@ _STYLES = """\
 def draw_graph(spec: GraphSpec) -> str:
     """The flowchart of a graph under its profile; edges carry the type that travels on them."""
     edges = spec.all_edges
-    labels = [_carried(spec, edge) for edge in edges]
+    labels = [_carried(spec, edge) + _policy(edge) for edge in edges]
     return "\n".join(
         [
             "flowchart LR",
@@ -38,7 +38,7 @@ def draw_graph(spec: GraphSpec) -> str:
 def draw_plan(plan: Plan) -> str:
     """The flowchart of a plan: hosts as boxes with their devices; edges carry their type and their transport."""
     spec = plan.graph
-    labels = [f"{type_name(edge.type)}, {edge.transport}" for edge in plan.edges]
+    labels = [f"{type_name(edge.type)}, {edge.transport}{_policy(edge)}" for edge in plan.edges]
     left_out = [_stage(stage, spec.absent) for stage in spec.stages if stage.name in spec.absent]
     return "\n".join(
         [
@@ -100,6 +100,10 @@ def _carried(spec: GraphSpec, edge: Edge) -> str:
     ports = spec.stage(name).ports
     openings = ports.inputs if edge.source == CLIENT else ports.outputs
     return type_name(next(opening.type for opening in openings if opening.name == port))
+
+
+def _policy(edge: Edge | PlannedEdge) -> str:
+    return "" if edge.policy == "block" else f", {edge.policy} {edge.bound or ''}".rstrip()
 
 
 def _text(text: str) -> str:

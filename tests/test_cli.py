@@ -178,6 +178,26 @@ def test_explain_gives_every_reason_once_under_its_number(cli: Cli, monkeypatch:
         assert number and re.search(rf"^{number[1]}  {re.escape(edge['reason'])} *$", out, re.MULTILINE)
 
 
+@pytest.mark.parametrize("policy", ["block", "drop_oldest", "fail"])
+def test_explain_says_what_a_full_edge_does(cli: Cli, policy: str) -> None:
+    file = f"flow_{policy}.py"
+    Path(file).write_text(f"from tests.graphs.flow import build\n\ngraph = build({policy!r}, 4)\n")
+    out = cli("explain", file, "--cluster", "cpu").out
+    shown = "stream 4" if policy == "block" else f"stream 4 {policy}"
+    assert re.search(rf"^pour.emit → sip.drops +Drop +{shown} +arrow_shm", out, re.MULTILINE)
+    assert out.count("stream N: at most N items") == 1
+    assert out.count(f"stream N {policy}: once N items") == (policy != "block")
+    edges = json.loads(cli("explain", file, "--cluster", "cpu", "--json").out)["edges"]
+    policies = {edge["source"]: edge["policy"] for edge in edges}
+    assert policies == {
+        "client.order": None,
+        "pour.emit": policy,
+        "sip.emit": "block",
+        "sip.result": None,
+        "pour.result": None,
+    }
+
+
 def test_a_pipe_gets_100_columns_and_no_colours(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     out = cli("explain", "ming_omni").out
@@ -252,6 +272,7 @@ class PlanEdge(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     transport: str
     bound: int
+    policy: str | None
     reason: str
 
 

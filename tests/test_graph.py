@@ -253,6 +253,10 @@ BUILD: dict[str, tuple[Callable[[Graph], Any], str]] = {
         lambda g: g.stream(g.stage("s0", AtoStream), g.stage("s1", StreamToA), bound=0),
         "a stream edge with bound=0 carries nothing; bound is at least 1",
     ),
+    "unknown policy": (
+        lambda g: g.stream(g.stage("s0", AtoStream), g.stage("s1", StreamToA), policy="drop_newest"),  # type: ignore[arg-type]
+        "a stream edge has no policy 'drop_newest'; did you mean 'drop_oldest'?",
+    ),
     "no loop": (
         lambda g: g.stream(g.stage("s0", AtoStream), g.stage("s1", StreamToA), loop=-1),
         "a stream edge with loop=-1 carries nothing; loop is at least 1",

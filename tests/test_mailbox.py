@@ -95,7 +95,7 @@ async def test_a_reader_that_leaves_drops_what_waits_and_tells_the_writer_once()
     box.discard()
     box.put(1, 1)
     assert given == [READER_GONE]
-    assert box.statistics() == (0, 4, 2, False)
+    assert box.statistics() == (0, 4, 2, False, 0)
     box.end(2)
 
 

@@ -9,7 +9,7 @@ import pytest
 from omniflow import Actor, Cluster, Emit, Graph, Stream, TextDelta, absent, bind, plan
 from omniflow.visualize import draw_graph, draw_plan
 
-from .graphs import words
+from .graphs import flow, words
 
 CLUSTER = Cluster("cpu", 2, 0)
 
@@ -111,6 +111,14 @@ def test_a_plan_is_drawn_with_its_hosts_and_transports() -> None:
     labels = {(source, target): label for source, _, label, target in arrows(drawing)}
     assert labels["stage_split", "stage_shout"] == "Line, local_object"
     assert labels["stage_words", "stage_echo"] == "TextDelta, arrow_shm"
+
+
+def test_an_edge_that_does_not_block_says_what_it_does() -> None:
+    spec = flow.build("drop_oldest", 4).spec()
+    for drawing, label in ((draw_graph(spec), "Drop"), (draw_plan(plan(spec, CLUSTER)), "Drop, arrow_shm")):
+        labels = {(source, target): text for source, _, text, target in arrows(drawing)}
+        assert labels["stage_pour", "stage_sip"] == f"{label}, drop_oldest 4"
+        assert labels["stage_sip", "out_drops"] == label
 
 
 def test_a_plan_shows_what_is_left_out_and_what_needs_no_process() -> None:

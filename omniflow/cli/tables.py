@@ -13,11 +13,18 @@ from rich.text import Text
 
 from omniflow.config import Configured, settings
 from omniflow.graph import CLIENT, Budget, Restart, type_name
+from omniflow.mailbox import Policy
 from omniflow.planner import Cluster, Plan, PlannedEdge, PlannedHost
 
 PIPED_WIDTH = 100
 """Columns where the output is no terminal and COLUMNS is not set: every edge of our graphs fits on one line."""
 _TRANSPORT_STYLES = {"local_object": "green", "arrow_shm": "cyan", "cuda_ipc": "magenta", "nccl": "magenta"}
+
+_POLICIES: dict[Policy, str] = {
+    "block": "stream N: at most N items are under way, then the producer waits",
+    "drop_oldest": "stream N drop_oldest: once N items wait for the reader, the oldest is dropped",
+    "fail": "stream N fail: once N items are under way, one more ends the request with an error",
+}
 
 
 def output_console(*, stderr: bool = False) -> Console:
@@ -30,7 +37,9 @@ def output_console(*, stderr: bool = False) -> Console:
 def plan_view(plan: Plan) -> RenderableType:
     """The whole plan: hosts, edges, the reasons of their transports, and what the profile leaves out."""
     reasons = list(dict.fromkeys(edge.reason for edge in plan.edges))
-    parts: list[RenderableType] = [hosts_table(plan), "", edges_table(plan, reasons), "", _notes_table(reasons)]
+    policies = {edge.policy for edge in plan.edges}
+    notes = _notes_table(reasons, policies)
+    parts: list[RenderableType] = [hosts_table(plan), "", edges_table(plan, reasons), "", notes]
     if plan.graph.absent:
         parts += ["", *_absent_lines(plan)]
     return Group(*parts)
@@ -103,11 +112,13 @@ def new_table(*columns: str) -> Table:
     return table
 
 
-def _notes_table(reasons: list[str]) -> Table:
+def _notes_table(reasons: list[str], policies: set[Policy]) -> Table:
     table = Table.grid(padding=(0, 2))
     for number, reason in enumerate(reasons, 1):
         table.add_row(Text(f"{number}", style="bold"), Text(reason, style="dim"))
-    table.add_row("", Text("stream N: at most N items are under way, then the producer waits", style="dim"))
+    for policy, meaning in _POLICIES.items():
+        if policy in policies:
+            table.add_row("", Text(meaning, style="dim"))
     return table
 
 
@@ -123,7 +134,8 @@ def _end(stage: str, port: str) -> str:
 def _kind(edge: PlannedEdge) -> str:
     if edge.kind != "stream":
         return edge.kind
-    return f"stream {edge.bound}" + (f" loop {edge.loop}" if edge.loop is not None else "")
+    policy = "" if edge.policy == "block" else f" {edge.policy}"
+    return f"stream {edge.bound}{policy}" + (f" loop {edge.loop}" if edge.loop is not None else "")
 
 
 def _restart(host: PlannedHost) -> str:

@@ -238,7 +238,7 @@ def _planned_edge(
     bound = (edge.bound or config.stream_bound) if edge.kind == "stream" else 1
     return PlannedEdge(
         number, edge.kind, edge.source, edge.source_port, edge.target, edge.target_port, carried, bound, edge.loop,
-        source, target, transport, reason,
+        source, target, transport, reason, edge.policy,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from omniflow.graph import CLIENT, GraphSpec, Restart, Route, parse_bytes, reachable_outputs, route, type_name
+from omniflow.mailbox import Policy
 from omniflow.planner.cluster import Cluster
 
 Transport = Literal["local_object", "arrow_shm", "cuda_ipc", "nccl"]
@@ -43,6 +44,10 @@ class PlannedEdge(msgspec.Struct, frozen=True):
     target_host: str
     transport: Transport
     reason: str
+    policy: Policy = "block"
+
+    def __str__(self) -> str:
+        return f"{self.source}.{self.source_port} -> {self.target}.{self.target_port}"
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -132,6 +137,7 @@ class Plan(msgspec.Struct, frozen=True):
                     "type": type_name(edge.type),
                     "transport": edge.transport,
                     "bound": edge.bound,
+                    "policy": edge.policy if edge.kind == "stream" else None,
                     "reason": edge.reason,
                 }
                 for edge in self.edges

@@ -371,6 +371,7 @@ def test_the_plan_as_json() -> None:
         "type": "Rows",
         "transport": "local_object",
         "bound": 1,
+        "policy": None,
         "reason": "both stages run in host a: the object itself is handed over",
     }
 
