@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ConfigError,
         ContextLengthError,
         DeadlineError,
+        EdgeFullError,
         GraphError,
         InvalidInputError,
         NotFoundError,
@@ -78,6 +79,7 @@ __all__ = [
     "Context",
     "ContextLengthError",
     "DeadlineError",
+    "EdgeFullError",
     "Emit",
     "Generated",
     "Gpu",
@@ -134,7 +136,7 @@ __all__ = [
 _MODULES = {
     "actor": "Actor Context Emit Outputs Stream batched",
     "config": "RuntimeConfig ServerConfig",
-    "errors": "ActorBrokenError CancelledError ConfigError ContextLengthError DeadlineError GraphError "
+    "errors": "ActorBrokenError CancelledError ConfigError ContextLengthError DeadlineError EdgeFullError GraphError "
     "InvalidInputError NotFoundError OmniflowError OverloadedError PlanError ProtocolError RecordingError RequestError "
     "StageDiedError StageError StartError UnavailableError UnsupportedError WeightsError",
     "graph": "Budget Graph GraphSpec Restart Stage absent bind one_for_one",
