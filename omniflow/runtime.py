@@ -55,6 +55,7 @@ from omniflow.messages import (
     Recorded,
     Skip,
     StageReady,
+    Waiting,
 )
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge
 from omniflow.recording import Recorder
@@ -393,7 +394,8 @@ class Runtime:
         running = [waiting.stage for waiting in unfinished if waiting.port is None]
         text = f"the deadline of {reply.deadline_s:g} s passed"
         if running:
-            return DeadlineError(f"{text} while stage {running[0]!r} was running", stage=running[0])
+            fan_in = self._fan_in_waiting(unfinished, running[0])
+            return DeadlineError(f"{text} while stage {running[0]!r} was running{fan_in}", stage=running[0])
         for waiting in unfinished:
             sources = [e.source for e in self.plan.edges if (e.target, e.target_port) == (waiting.stage, waiting.port)]
             return DeadlineError(
@@ -402,6 +404,12 @@ class Runtime:
             )
         silent = ", ".join(sorted(reply.open_hosts)) or "the caller took no output"
         return DeadlineError(f"{text}; waited for: {silent}")
+
+    def _fan_in_waiting(self, unfinished: Sequence[Waiting], source: str) -> str:
+        """Which port of a fan-in still waited for what `source` was to give; nothing where none did."""
+        ends = {(e.target, e.target_port) for e in self.plan.edges if e.kind == "fan-in" and e.source == source}
+        found = [f"port {w.port!r} of stage {w.stage!r}" for w in unfinished if (w.stage, w.port) in ends]
+        return f", and {' and '.join(found)} waited for it" if found else ""
 
     def _forget_if_done(self, reply: Reply) -> None:
         if reply.ended and not reply.open_hosts and reply.number in self._requests:

@@ -17,7 +17,9 @@ from omniflow.reply import Reply
 from omniflow.runtime import EdgeStatus, Runtime
 from omniflow.server.failures import error_response
 
+from .graphs import fork
 from .graphs.flow import Drop, Order, build
+from .graphs.row import Job
 from .running import CPU, INLINE, running, settled
 
 pytestmark = pytest.mark.anyio
@@ -140,3 +142,27 @@ async def test_every_item_taken_makes_room_at_once() -> None:
         box.put(number, number)
         await anext(box)
     assert given == [1, 1, 1]
+
+
+# -- fan-in ------------------------------------------------------------------------------------------------------------
+
+
+@everywhere
+@pytest.mark.parametrize("late", ["left", "right"])
+async def test_the_deadline_of_a_fan_in_names_the_missing_port(cluster: Cluster, late: str) -> None:
+    async with running(fork.build(), cluster) as runtime:
+        with pytest.raises(DeadlineError) as caught:
+            await (await runtime.submit("job", Job(late, "sleep"), deadline_s=0.1)).collect()
+        assert str(caught.value) == (
+            f"stage {late!r}: the deadline of 0.1 s passed while stage {late!r} was running, "
+            f"and port {late!r} of stage 'join' waited for it"
+        )
+        found = await (await runtime.submit("job", Job())).collect()
+        assert found["job"].seen == ("start", "left", "start", "right")
+
+
+async def test_a_source_that_cannot_even_say_that_it_runs_is_named_by_the_port_that_waits() -> None:
+    async with running(fork.build(), CPU, hang_s=0.5) as runtime:
+        with pytest.raises(DeadlineError) as caught:
+            await (await runtime.submit("job", Job("right", "block"), deadline_s=0.1)).collect()
+        assert str(caught.value) == ("stage 'join': the deadline of 0.1 s passed while port 'right' waited for right")
