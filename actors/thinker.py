@@ -71,6 +71,9 @@ class Thinker(ThinkerRole):
         self._loop = EngineLoop(functools.partial(self._build, folder))
         await self._loop.setup()
 
+    def busy_s(self) -> float:
+        return self._loop.busy_s()
+
     async def close(self) -> None:
         await self._loop.close()
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 import types
 import typing
 from abc import ABC, abstractmethod
@@ -125,6 +126,7 @@ class Actor:
     """True where what `run` gives depends on when its input comes, too. A recording holds what such a stage gave, and a
     replay gives it again, where its only output is a stream."""
     batch: ClassVar[BatchPolicy | None] = None
+    _step_began: float | None = None
     run: ClassVar[Callable[..., Any]]
 
     def weights(self) -> Sequence[Weights]:
@@ -142,7 +144,18 @@ class Actor:
 
         A cancelled caller still waits for its own call to end, so a step must be short (< 100 ms).
         """
-        return await anyio.to_thread.run_sync(call, *args, limiter=self._one_at_a_time)
+        async with self._one_at_a_time:
+            self._step_began = time.monotonic()
+            try:
+                return await anyio.to_thread.run_sync(call, *args)
+            finally:
+                self._step_began = None
+
+    def busy_s(self) -> float:
+        """How long the step that runs now has been running; 0 between steps. A host whose step lasts longer than
+        `runtime.step_s` is killed. Actors with a thread of their own say here what it does.
+        """
+        return time.monotonic() - self._step_began if self._step_began is not None else 0.0
 
     @functools.cached_property
     def _one_at_a_time(self) -> anyio.CapacityLimiter:

@@ -38,6 +38,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start_timeout_s: Annotated[float, Meta(gt=0, description="time for all stages to become ready")] = 180.0
     drain_s: Annotated[float, Meta(ge=0, description="time for running requests to finish on shutdown")] = 20.0
     hang_s: Annotated[float, Meta(gt=0, description="a host whose event loop is silent for so long is killed")] = 20.0
+    step_s: Annotated[float, Meta(gt=0, description="a host with one blocking step longer than this is killed")] = 120.0
     shm_bytes: Annotated[int, Meta(ge=2**20, description="shared memory that one host may hold for its messages")] = (
         2**29
     )

@@ -484,6 +484,11 @@ class Host:
         if link is not None:
             link.send(Credit(edge, request, count))
 
+    def busiest(self) -> tuple[str, float]:
+        """The stage whose present step has run longest, and for how many seconds."""
+        busy = ((name, local.actor.busy_s()) for name, local in self._stages.items())
+        return max(busy, key=lambda entry: entry[1], default=("", 0.0))
+
     @property
     def num_open(self) -> int:
         """Requests that have something here."""

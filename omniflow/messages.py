@@ -156,7 +156,10 @@ class HostFailed(msgspec.Struct, frozen=True, array_like=True, tag=14):
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=15):
-    """Host -> runtime: the event loop is alive."""
+    """Host -> runtime: the event loop is alive; `stage` has been in one step for `busy_s`."""
+
+    stage: str
+    busy_s: float
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=16):

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-from functools import partial
 
 import anyio
 
@@ -46,7 +45,7 @@ async def _serve(spec: HostSpec, connection: socket.socket) -> bool:
 
     front = ArrowShmLink(FRONT, host, connection, memory, types)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(_beat, front, spec.beat_s))
+        tasks.start_soon(_beat, host, front, spec.beat_s)
         await host.serve(front, link_to)
         tasks.cancel_scope.cancel()
     for link in list(memory.links):
@@ -55,8 +54,8 @@ async def _serve(spec: HostSpec, connection: socket.socket) -> bool:
     return host.broken
 
 
-async def _beat(front: Link, every_s: float) -> None:
-    """Say that the event loop turns; actors compute in threads, so a long step does not stop it."""
+async def _beat(host: Host, front: Link, every_s: float) -> None:
+    """Say that the event loop turns, and how long the longest step has run in its thread."""
     while True:
-        front.send(Beat())
+        front.send(Beat(*host.busiest()))
         await anyio.sleep(every_s)

@@ -165,7 +165,11 @@ class Supervisor:
     def _process_of(self, host: PlannedHost, connection: socket.socket) -> Any:
         config = self._config
         spec = host_spec(
-            self._plan, host.name, shm_bytes=config.shm_bytes, beat_s=config.hang_s / 10, observe=self._observe
+            self._plan,
+            host.name,
+            shm_bytes=config.shm_bytes,
+            beat_s=min(config.hang_s, config.step_s) / 10,
+            observe=self._observe,
         )
         parent = os.getpid() if host.start_method == "spawn" else 0
         arguments = (spec, connection, parent, log.getEffectiveLevel())
@@ -198,6 +202,9 @@ class Supervisor:
         match message:
             case Beat():
                 child.last_beat = time.monotonic()
+                if child.state == "ready" and message.busy_s > self._config.step_s:
+                    log.error("stage %s has been in one step for %.1f s: killed", message.stage, message.busy_s)
+                    self._kill(child)
             case StageReady():
                 self._events.on_stage_ready(message.stage, message.seconds)
             case HostReady():

@@ -289,7 +289,7 @@ async def test_a_request_is_closed_only_once_all_of_it_has_left_the_process() ->
 async def test_a_message_that_no_host_takes() -> None:
     async with around("count") as it:
         with pytest.raises(Exception, match="host count cannot take a Beat"):
-            it.host.on_message(it.its_front, Beat(), ())
+            it.host.on_message(it.its_front, Beat("", 0.0), ())
 
 
 class Stuck:

@@ -452,6 +452,17 @@ async def test_a_stage_that_blocks_its_event_loop_is_killed_as_hung() -> None:
         assert [stage.restarts for stage in runtime.status().stages] == [0, 1]
 
 
+async def test_a_stage_whose_step_never_returns_is_killed_as_stuck() -> None:
+    """Its event loop turns, so it beats; what it says there is that the step goes on and on."""
+    async with running(row.row("one", "two", restart=AGAIN), CPU, step_s=0.5) as runtime:
+        with anyio.fail_after(10):
+            error = await error_of(runtime, "job", Job("two", "never return"))
+        assert isinstance(error, StageDiedError)
+        assert error.stage == "two"
+        assert (await ask(runtime, "job", Job("two", "block a thread")))["job"].seen == ("one", "two")
+        assert [stage.restarts for stage in runtime.status().stages] == [0, 1]
+
+
 async def test_a_killed_fork_server_takes_its_hosts_along_and_all_come_back() -> None:
     async with running(row.row("one", "two", restart=AGAIN), CPU) as runtime:
         os.kill(multiprocess.forkserver._forkserver._forkserver_pid, signal.SIGKILL)

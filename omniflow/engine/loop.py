@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -98,10 +99,16 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._commands: list[Command] = []
         self._closing = False
+        self._step_began: float | None = None
         self._generations: dict[str, Generation] = {}
         self.broken: BaseException | None = None
         self.stats = EngineStats(0, 0, 0, 0)
         """What the engine held after its last step."""
+
+    def busy_s(self) -> float:
+        """How long the engine's present step has run; 0 between steps."""
+        began = self._step_began
+        return time.monotonic() - began if began is not None else 0.0
 
     async def setup(self) -> None:
         """Start the thread and wait for the engine. Raises what `build` raised."""
@@ -171,7 +178,9 @@ class EngineLoop:
                 commands, self._commands = self._commands, []
             for command in commands:
                 self._apply(engine, command)
+            self._step_began = time.monotonic()
             outputs = engine.step()
+            self._step_began = None
             self.stats = engine.stats()
             if outputs:
                 self._post(self._deliver, outputs)

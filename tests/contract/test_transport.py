@@ -254,7 +254,7 @@ async def test_close_is_seen_by_the_peer_after_everything_before_it(ends: Ends) 
     await ends.at_b.closed.wait()
     assert [item.value for item in ends.at_b.items] == list(range(5))
     assert not ends.at_a.closed.is_set()
-    ends.b.send(Beat())
+    ends.b.send(Beat("", 0.0))
     assert ends.b.send_item(1, 1, 0, 5) is None
     ends.a.close()
     ends.b.close()

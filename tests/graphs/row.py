@@ -98,6 +98,8 @@ class Step(Actor):
                 block()
             case "block a thread":
                 await self.offload(time.sleep, 0.3)
+            case "never return":
+                await self.offload(time.sleep, 60)
 
 
 class Count(Actor):
