@@ -65,7 +65,7 @@ class Observer:
     """Watches the edges that leave the stages of one host."""
 
     def __init__(self, edges: Collection[PlannedEdge], stages: Collection[Stage]) -> None:
-        timed = {stage.name for stage in stages if can_be_given(stage)}
+        timed = timed_stages(stages, edges)
         self._edges = {edge.id: edge for edge in edges}
         self._kept = {edge.id for edge in edges if edge.source in timed}
         self._requests: dict[int, dict[int, _Seen]] = {}
@@ -117,9 +117,14 @@ def edge_name(edge: PlannedEdge) -> str:
     return f"{edge.source}.{edge.source_port} -> {edge.target}.{edge.target_port}"
 
 
-def can_be_given(stage: Stage) -> bool:
-    """True where a recording holds what the stage gave: its output depends on time, and is one stream."""
-    return stage.actor.timed and [port.kind for port in stage.ports.outputs] == ["stream"]
+def timed_stages(stages: Collection[Stage], edges: Collection[PlannedEdge]) -> set[str]:
+    """The stages of which a recording holds what they gave: it depends on time, and is one stream.
+
+    That is so by declaration (`Actor.timed`), or because the stage reads from an edge that drops items.
+    """
+    missing = {edge.target for edge in edges if edge.policy == "drop_oldest"}
+    found = [stage for stage in stages if stage.actor.timed or stage.name in missing]
+    return {stage.name for stage in found if [port.kind for port in stage.ports.outputs] == ["stream"]}
 
 
 class Given:

@@ -13,7 +13,7 @@ from omniflow.digest import EdgeRecord, Packed, first_difference, unpack
 from omniflow.errors import RecordingError, RequestError
 from omniflow.graph import nearest
 from omniflow.media import Options
-from omniflow.observer import Given, can_be_given, edge_name
+from omniflow.observer import Given, edge_name, timed_stages
 from omniflow.planner.plan import CLIENT, Plan
 from omniflow.recording import Recorder, Recording
 from omniflow.runtime import Runtime
@@ -95,15 +95,15 @@ def given_values(recording: Recording, plan: Plan) -> dict[str, tuple[Packed, ..
     """What stages whose output depends on time gave, by stage. Raises RecordingError where the type is another now."""
     found: dict[str, tuple[Packed, ...]] = {}
     records = {record.edge: record for record in recording.edges}
+    timed = timed_stages(plan.graph.stages, plan.edges)
     for edge in plan.edges:
         record = records.get(edge_name(edge))
-        if edge.source == CLIENT or record is None or record.values is None:
+        if edge.source not in timed or record is None or record.values is None:
             continue
-        stage = plan.graph.stage(edge.source)
         # Readers of the same port may have left at different times: the longest record is the whole.
-        if can_be_given(stage) and len(record.values) >= len(found.get(stage.name, ())):
-            found[stage.name] = record.values
-            Given(stage.name, stage.ports, record.values)
+        if len(record.values) >= len(found.get(edge.source, ())):
+            found[edge.source] = record.values
+            Given(edge.source, plan.graph.stage(edge.source).ports, record.values)
     return found
 
 
