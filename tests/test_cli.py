@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -25,7 +25,7 @@ from omniflow import __version__
 from omniflow.cli import doctor, machine
 from omniflow.cli.app import app, run_command_line
 from omniflow.cli.tables import size_text
-from omniflow.config import ServerConfig
+from omniflow.config import RuntimeConfig, ServerConfig
 
 ROOT = Path(__file__).parents[1]
 PARROT = str(ROOT / "tests/graphs/parrot.py")
@@ -94,7 +94,7 @@ def test_version_and_help(cli: Cli) -> None:
     for arguments in ([], ["--help"]):
         ran = cli(*arguments)
         assert ran.code == 0
-        for command in ("run", "check", "explain", "draw", "models", "doctor"):
+        for command in ("run", "replay", "check", "explain", "draw", "models", "doctor"):
             assert f" {command} " in ran.out
 
 
@@ -228,6 +228,53 @@ def test_explain_says_where_each_setting_comes_from(cli: Cli, monkeypatch: pytes
     assert rows["parrot.repeat"].split() == ["3", "environment"]
     assert rows["parrot.threads"].split() == ["4", "command", "line"]
     assert rows["runtime.deadline_s"].split()[0] == "9.0"
+
+
+def settings_rows(out: str) -> dict[str, list[str]]:
+    """Key -> value and origin, as words."""
+    rows = re.findall(r"^(\w+\.\w+) +(.*?) *$", out.partition("\nsetting ")[2], flags=re.MULTILINE)
+    return {key: rest.split() for key, rest in rows}
+
+
+def test_explain_config_shows_every_setting(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNIFLOW__RUNTIME__DRAIN_S", "3")
+    chosen = settings_rows(cli("explain", WORDS, "--set", "shout.mark=?").out)
+    assert chosen == {"runtime.drain_s": ["3.0", "environment"], "shout.mark": ["?", "command", "line"]}
+    rows = settings_rows(cli("explain", WORDS, "--set", "shout.mark=?", "--config").out)
+    assert rows.items() >= chosen.items()
+    fields = ["device", "tp", "memory", "isolate", "near", "restart", "threads"]
+    stages = ["split", "shout", "count", "join", "words", "echo"]
+    own = {f"{stage}.{field}" for stage in stages for field in fields} | {"shout.mark"}
+    assert {key for key in rows if not key.startswith(("runtime.", "server."))} == own
+    assert {key.partition(".")[2] for key in rows if key.startswith("server.")} == set(ServerConfig.__struct_fields__)
+    assert {key.partition(".")[2] for key in rows if key.startswith("runtime.")} == set(RuntimeConfig.__struct_fields__)
+    assert rows["shout.restart"] == ["one_for_one", "graph"]
+    assert rows["join.near"] == ["shout", "graph"]
+    assert rows["split.device"] == ["cpu", "default"]
+    assert rows["split.near"] == ["-", "default"]
+    assert rows["server.port"] == ["8000", "default"]
+    assert list(rows)[:2] == ["split.device", "split.tp"]  # in the graph's order, not the alphabet's
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--config", "--cluster", "cpu", PARROT],
+        [PARROT, "--config"],
+        [PARROT, "--config="],
+        [PARROT, "--config", "own.toml"],
+    ],
+)
+def test_explain_config_with_and_without_a_file(cli: Cli, arguments: list[str]) -> None:
+    Path("own.toml").write_text("[parrot]\nrepeat = 2\n")
+    rows = settings_rows(cli("explain", *arguments).out)
+    assert rows["parrot.repeat"] == (["2", "file", "own.toml"] if "own.toml" in arguments else ["1", "default"])
+    assert rows["server.port"] == ["8000", "default"]
+
+
+def test_explain_config_leaves_absent_stages_out(cli: Cli) -> None:
+    rows = settings_rows(cli("explain", PARROT, "--profile", "mute", "--config").out)
+    assert "parrot.device" in rows and "hum.device" not in rows
 
 
 def test_explain_plans_for_machines_that_are_not_here(cli: Cli) -> None:
@@ -763,3 +810,140 @@ def test_addresses_that_cannot_be_listened_on() -> None:
         taken.listen()
         with pytest.raises(ConfigError, match="is in use; stop what listens there"):
             refuse_taken_address(ServerConfig(port=taken.getsockname()[1]))
+
+
+# -- record and replay ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recordings(start: Start, tmp_path: Path) -> Callable[..., list[Path]]:
+    """Runs a server that records into a folder, has `texts` said and hummed, and gives the files."""
+
+    def record(graph: str, *texts: str, options: Sequence[str] = (), cwd: Path = ROOT) -> list[Path]:
+        folder = tmp_path / "recordings"
+        server = start(graph, "--port", "0", "--record", str(folder), *options, cwd=cwd).wait_ready()
+        assert f"recording requests, with all that they send, to {folder}" in server.out
+        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+        for text in texts:
+            messages = [{"role": "user", "content": text}]
+            body = {"model": model, "messages": messages}
+            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=20)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0 and server.err == []
+        return sorted(folder.iterdir())
+
+    return record
+
+
+Record = Callable[..., list[Path]]
+
+
+def test_a_recorded_request_is_replayed(recordings: Record, cli: Cli) -> None:
+    (file,) = recordings(PARROT, "one two", options=["--profile", "loud", "--set", "parrot.prefix=Hey "])
+    ran = cli("replay", str(file))
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert re.fullmatch(r"request req_\w+ of parrot, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", lines[0])
+    assert re.fullmatch(r"from chat to text, usage, seed \d+", lines[1])
+    assert re.search(r"^parrot.text → \(text\) +12 characters  12 characters  same *$", ran.out, re.MULTILINE)
+    assert lines[-2:] == [
+        "the request ended with: all its outputs; now with: all its outputs",
+        "no difference (edges compared: 2, given: 0, not comparable: 0)",
+    ]
+
+
+def test_replay_names_the_first_edge_that_differs(recordings: Record, cli: Cli) -> None:
+    (file,) = recordings(PARROT, "one two")
+    ran = cli("replay", str(file), "--set", "parrot.repeat=2", "--option", "seed=4", "--option", "stop=x")
+    assert (ran.code, ran.err) == (1, "")
+    assert "parrot.repeat was not set and is 2" in ran.out
+    assert re.search(r"^option seed was \d+ and is 4$", ran.out, re.MULTILINE)
+    assert "option stop was () and is ('x',)" in ran.out
+    assert ran.out.splitlines()[-1] == (
+        "first difference: parrot.text → (text) differs within characters 0-15; nothing before stage parrot differs"
+    )
+
+
+def test_replay_says_how_a_request_ended(recordings: Record, cli: Cli) -> None:
+    Path("my_picky.py").write_text(CHATTY)
+    (file,) = recordings("my_picky.py", "", options=["--single-process"], cwd=Path.cwd())
+    ran = cli("replay", str(file), "--single-process")
+    assert ran.code == 0
+    end = "InvalidInputError in answer: say something"
+    assert f"the request ended with: {end}; now with: {end}" in " ".join(ran.out.split())
+
+
+def test_record_keeps_the_newest(recordings: Record) -> None:
+    assert len(recordings(PARROT, "a", "b", "c", "d", options=["--record-max", "2"])) == 2
+
+
+def test_the_environment_is_recorded_and_not_read_again(
+    recordings: Record, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMNIFLOW__PARROT__PREFIX", "first ")
+    (file,) = recordings(PARROT, "one")
+    monkeypatch.setenv("OMNIFLOW__PARROT__PREFIX", "second ")
+    assert cli("replay", str(file)).code == 0
+
+
+def test_a_graph_by_a_relative_path_is_found_from_anywhere(recordings: Record, cli: Cli, tmp_path: Path) -> None:
+    """The command's folder is another one than the server's."""
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "my_recorded.py").write_text(CHATTY)
+    (file,) = recordings("my_recorded.py", "one", options=["--single-process"], cwd=tmp_path / "user")
+    assert cli("replay", str(file), "--single-process").code == 0
+    (tmp_path / "user" / "my_recorded.py").rename(tmp_path / "my_moved.py")
+    assert refused(cli("replay", str(file))).startswith(f"there is no file {tmp_path}/user/my_recorded.py")
+    assert cli("replay", str(file), "--graph", str(tmp_path / "my_moved.py"), "--single-process").code == 0
+
+
+CHATTY = """\
+from omniflow import Actor, Chat, Emit, Graph, InvalidInputError, TextDelta
+
+class Answer(Actor):
+    async def run(self, chat: Chat, emit: Emit[TextDelta]) -> None:
+        if not chat.messages[-1].parts[0].text:
+            raise InvalidInputError("say something", param="messages")
+        await emit.send(TextDelta("yes"))
+
+graph = Graph("chatty")
+answer = graph.stage("answer", Answer)
+graph.input(chat=answer)
+graph.output(text=answer)
+"""
+
+
+def test_recordings_and_options_that_are_wrong(recordings: Record, cli: Cli) -> None:
+    (file,) = recordings(PARROT, "one")
+    assert refused(cli("replay", "nothing.recording")) == "cannot read nothing.recording: No such file or directory"
+    assert refused(cli("replay", PARROT)) == f"{PARROT} is no recording of omniflow"
+    assert (
+        refused(cli("replay", str(file), "--option", "sped=2"))
+        == "a request has no option 'sped'; did you mean 'speed'?"
+    )
+    assert refused(cli("replay", str(file), "--option", "speed")) == "--option 'speed': write it as KEY=VALUE"
+    assert refused(cli("replay", str(file), "--option", "seed=x")) == (
+        "--option: seed='x': Expected `int | null`, got `str`"
+    )
+    assert refused(cli("replay", str(file), "--set", "parrot.repaet=2")).startswith(
+        "command line: stage 'parrot' has no"
+    )
+    assert refused(cli("replay", str(file), "--graph", WORDS)) == (
+        "graph 'words' declares no profiles, so --profile quiet means nothing"
+    )
+    file.write_bytes(file.read_bytes()[:-1])
+    assert refused(cli("replay", str(file))) == f"{file} is damaged: it was cut short, or changed after it was written"
+
+
+def test_folders_and_sizes_that_cannot_be_recorded_to(cli: Cli) -> None:
+    Path("file").write_text("x")
+    for options, message in [
+        (["--record", "file"], "cannot record to file: File exists"),
+        (
+            ["--record", "x", "--record-max-bytes", "much"],
+            "'much' is no size; write a number of bytes or text like '4 GiB'",
+        ),
+    ]:
+        ran = cli("run", PARROT, "--port", "0", *options)
+        assert ran.code == 1 and ran.err.startswith(f"error: {message}")
+    assert "Invalid value for '--record-max'" in refused(cli("run", PARROT, "--record-max", "0"), code=2)

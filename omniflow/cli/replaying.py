@@ -53,7 +53,8 @@ def recorder_of(
         settings |= {key: value for key, value in layer.values.items() if not key.startswith("server.")}
     source = Source(graph=from_anywhere(graph), settings=settings, omniflow=__version__)
     with options.open() as folder:
-        console.print(Text(f"recording requests, with all that they send, to {options.folder}", style="yellow"))
+        text = f"recording requests, with all that they send, to {options.folder}"
+        console.print(Text(text, style="yellow"), soft_wrap=True)
         yield Recorder(plan, folder.keep, source=source)
 
 
