@@ -36,6 +36,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, Meta(ge=0, description="how long a request waits for a restarting stage before it gets a 503")
     ] = 15.0
     start_timeout_s: Annotated[float, Meta(gt=0, description="time for all stages to become ready")] = 180.0
+    replay_bytes: Annotated[
+        int, Meta(ge=0, description="inputs held in all, for stages whose `restart` says in_flight='replay'")
+    ] = 2**26
     drain_s: Annotated[float, Meta(ge=0, description="time for running requests to finish on shutdown")] = 20.0
     hang_s: Annotated[float, Meta(gt=0, description="a host whose event loop is silent for so long is killed")] = 20.0
     step_s: Annotated[float, Meta(gt=0, description="a host with one blocking step longer than this is killed")] = 120.0

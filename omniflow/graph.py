@@ -60,7 +60,7 @@ class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the supervisor does when a host dies, and what becomes of the requests it was running.
 
     After more than `max_restarts` deaths within `within_s` the graph is unhealthy. `in_flight='replay'` runs a request
-    again where nothing of it was sent to the client.
+    again, once, where the client has taken nothing of it and its inputs are still held (`runtime.replay_bytes`).
     """
 
     strategy: Literal["stop", "one_for_one", "rest_for_one", "one_for_all"] = "stop"
@@ -70,9 +70,15 @@ class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     in_flight: Literal["fail", "replay"] = "fail"
 
 
-def one_for_one(*, max_restarts: int = 3, within_s: float = 60.0, backoff_s: float = 0.05) -> Restart:
+def one_for_one(
+    *,
+    max_restarts: int = 3,
+    within_s: float = 60.0,
+    backoff_s: float = 0.05,
+    in_flight: Literal["fail", "replay"] = "fail",
+) -> Restart:
     """Restart only the host that died."""
-    return Restart("one_for_one", max_restarts, within_s, backoff_s)
+    return Restart("one_for_one", max_restarts, within_s, backoff_s, in_flight)
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -517,6 +523,7 @@ def validate(spec: GraphSpec) -> None:
     checks: list[Callable[[GraphSpec], None]] = [
         _refuse_no_ends,
         _refuse_blocking_streams,
+        _refuse_lost_replays,
         _refuse_unknown_neighbours,
         _refuse_two_sources,
         _refuse_missing_sources,
@@ -550,6 +557,15 @@ def _refuse_blocking_streams(spec: GraphSpec) -> None:
             raise GraphError(
                 f"stage {stage.name!r}: {stage.actor.__name__}.run() has stream ports, so it is an `async def`; "
                 f"blocking work in it goes to self.offload(...)"
+            )
+
+
+def _refuse_lost_replays(spec: GraphSpec) -> None:
+    for stage in spec.stages:
+        if stage.restart is not None and stage.restart.strategy == "stop" and stage.restart.in_flight == "replay":
+            raise GraphError(
+                f"stage {stage.name!r}: in_flight='replay' needs a restart strategy that restarts it, "
+                f"one_for_one(in_flight='replay')"
             )
 
 

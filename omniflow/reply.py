@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from omniflow.errors import CancelledError, ProtocolError, RequestError
+from omniflow.inputs import Kept
 from omniflow.mailbox import Credits
 from omniflow.messages import Waiting
 from omniflow.planner.plan import PlannedEdge
@@ -27,6 +28,8 @@ class RequestPlan(NamedTuple):
     entry: PlannedEdge
     exits: dict[int, PlannedEdge]
     hosts: tuple[str, ...]
+    replays: frozenset[str] = frozenset()
+    """Hosts whose death makes it run again."""
 
 
 class RequestTable(Protocol):
@@ -34,6 +37,9 @@ class RequestTable(Protocol):
 
     def give_credit(self, exit: PlannedEdge, request: int, count: int) -> None:
         """The caller has taken items of an output."""
+
+    def forget_inputs(self, reply: Reply) -> None:
+        """The caller has something of the request, so it cannot run again."""
 
     def end_request(self, reply: Reply, error: RequestError) -> None:
         """End a request early, in every host that it touched; does nothing once it has ended."""
@@ -53,15 +59,30 @@ class Reply(AsyncIterator[Output]):
         self.ended = False
         self.expired = False
         self.expiry: asyncio.TimerHandle | None = None
+        self.kept: Kept | None = None
+        """What it entered with, as long as it may run again."""
+        self.num_replays = 0
+        self.restarting: str | None = None
+        """The stage whose restart it waits for, to run again."""
         self._table = table
-        self._open_exits = set(plan.exits)
-        self._received = dict.fromkeys(plan.exits, 0)
-        self._taken = dict.fromkeys(plan.exits, 0)
         self._items: deque[tuple[int, Any]] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._expect_everything()
+
+    def _expect_everything(self) -> None:
+        self._open_exits = set(self.plan.exits)
+        self._received = dict.fromkeys(self.plan.exits, 0)
+        self._taken = dict.fromkeys(self.plan.exits, 0)
         self.unfinished: list[Waiting] = []
 
     # -- the runtime's side ----------------------------------------------------------------------------------------
+
+    def begin_again(self) -> None:
+        """Drop all that has arrived, of which nothing was taken: the request will run again."""
+        self.num_replays += 1
+        self._items.clear()
+        self._expect_everything()
+        self.credits = Credits(self.plan.entry.bound)
 
     def put(self, edge: int, seq: int, value: object) -> None:
         """An item of an output arrived."""
@@ -121,6 +142,8 @@ class Reply(AsyncIterator[Output]):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         edge, value = self._items.popleft()
+        if self.kept is not None:
+            self._table.forget_inputs(self)
         exit = self.plan.exits[edge]
         if exit.kind == "stream":
             self._taken[edge] += 1

@@ -39,6 +39,7 @@ from omniflow.errors import (
 )
 from omniflow.graph import nearest, route, type_name
 from omniflow.host import Host, host_spec
+from omniflow.inputs import KeptInputs
 from omniflow.media import Options
 from omniflow.messages import (
     READER_GONE,
@@ -71,6 +72,8 @@ log = logging.getLogger("omniflow.runtime")
 State = Literal["starting", "ready", "draining", "failed", "stopped"]
 _QUIET_S = 0.1
 """How long a deadline error waits to hear what was being waited for."""
+_MOST_REPLAYS = 1
+"""A request that was running at two deaths may well cause them: run again and again it would wear out the restarts."""
 
 
 class StageStatus(NamedTuple):
@@ -116,6 +119,7 @@ class Runtime:
         self._numbers = itertools.count(1)
         self._requests: dict[int, Reply] = {}
         self._admission = Admission(self.config.max_in_flight, self.config.max_queued)
+        self._inputs = KeptInputs(self.config.replay_bytes)
         self._plans: dict[tuple[str, tuple[str, ...]], RequestPlan] = {}
         self._edges = {edge.id: edge for edge in plan.edges}
         self._dropped = {edge.id: 0 for edge in plan.edges if edge.policy == "drop_oldest"}
@@ -253,49 +257,56 @@ class Runtime:
             waits_for = "room to enter"
             number = next(self._numbers)
             reply = Reply(self, number, request_id or uuid.uuid4().hex, plan, deadline)
-            await self._enter(reply, items, options or Options(), scope.deadline)
+            options = options or Options()
+            reply.kept = self._inputs.keep(items, options) if plan.replays else None
+            await self._enter(reply, items, options, scope.deadline)
             return reply
         raise DeadlineError(f"the deadline of {deadline:g} s passed while the request waited for {waits_for}")
 
     async def _enter(self, reply: Reply, items: Sequence[object], options: Options, expires: float) -> None:
-        """Open the request in all its hosts and send its items; where that fails, nothing of it is left."""
-        plan = reply.plan
+        """Put the request into the table and into its hosts; where that fails, nothing of it is left."""
         self._requests[reply.number] = reply
-        names = tuple(exit.target_port for exit in plan.exits.values())
-        if self._recorder is not None:
-            options = self._recorder.seeded(options)
-            self._recorder.begin(
-                reply.number, reply.request_id, plan.entry.source_port, names, options, reply.deadline_s, items
-            )
         reply.expiry = asyncio.get_running_loop().call_at(expires, self._expire, reply)
-        opening = Open(reply.number, reply.request_id, plan.entry.source_port, names, options, reply.deadline_s)
         try:
-            for host in plan.hosts:
-                self._send(host, opening)
-            if len(items) <= plan.entry.bound:
-                await self._enter_items(reply, items)
-            elif self._tasks is not None:
-                self._tasks.start_soon(self._enter_items, reply, items)
+            await self._open(reply, items, options)
         except BaseException:
             self.end_request(reply, CancelledError("the request could not enter the graph"))
             raise
         if reply.error is not None and isinstance(reply.error, InvalidInputError):
             raise reply.error
 
+    async def _open(self, reply: Reply, items: Sequence[object], options: Options) -> None:
+        """Open the request in all its hosts and send its items."""
+        plan = reply.plan
+        names = tuple(exit.target_port for exit in plan.exits.values())
+        if self._recorder is not None:
+            options = self._recorder.seeded(options)
+            self._recorder.begin(
+                reply.number, reply.request_id, plan.entry.source_port, names, options, reply.deadline_s, items
+            )
+        opening = Open(reply.number, reply.request_id, plan.entry.source_port, names, options, reply.deadline_s)
+        for host in plan.hosts:
+            self._send(host, opening)
+        if len(items) <= plan.entry.bound:
+            await self._enter_items(reply, items)
+        elif self._tasks is not None:
+            self._tasks.start_soon(self._enter_items, reply, items)
+
     async def _enter_items(self, reply: Reply, items: Sequence[object]) -> None:
-        edge = reply.plan.entry
+        # Of this run: should a stage die, another run of the request has a number and credits of its own.
+        edge, number, credits = reply.plan.entry, reply.number, reply.credits
         try:
             for item in items:
-                seq = await reply.credits.take()
+                seq = await credits.take()
                 if seq < 0 or reply.ended:
                     return
-                await self._send_item(edge, reply.number, seq, item)
+                await self._send_item(edge, number, seq, item)
         except ProtocolError as error:
             # What the caller gave cannot travel; a task of its own must not end the runtime with it.
             self.end_request(reply, InvalidInputError(error.message, param=edge.source_port))
             return
         if edge.kind == "stream":
-            self._send(edge.target_host, End(edge.id, reply.number, reply.credits.seq))
+            self._send(edge.target_host, End(edge.id, number, credits.seq))
 
     def _plan_for(self, entry: str, outputs: Collection[str] | None) -> RequestPlan:
         inputs = self.plan.inputs
@@ -334,7 +345,8 @@ class Runtime:
         exits = {edge.id: edge for name, edge in self.plan.outputs.items() if name in wanted}
         hosts = [host.name for host in self.plan.hosts if any(stage in part.stages for stage in host.stages)]
         hosts.sort(key=lambda host: host == start.target_host)
-        return RequestPlan(start, exits, tuple(hosts))
+        replays = {host.name for host in self.plan.hosts if host.restart.in_flight == "replay"}
+        return RequestPlan(start, exits, tuple(hosts), frozenset(replays.intersection(hosts)))
 
     async def _admit(self, plan: RequestPlan) -> None:
         self._refuse_if_not_serving()
@@ -393,6 +405,8 @@ class Runtime:
         unfinished = sorted(reply.unfinished, key=lambda waiting: order.index(waiting.stage))
         running = [waiting.stage for waiting in unfinished if waiting.port is None]
         text = f"the deadline of {reply.deadline_s:g} s passed"
+        if reply.restarting is not None:
+            return DeadlineError(f"{text} while it was being restarted", stage=reply.restarting)
         if running:
             fan_in = self._fan_in_waiting(unfinished, running[0])
             return DeadlineError(f"{text} while stage {running[0]!r} was running{fan_in}", stage=running[0])
@@ -416,6 +430,7 @@ class Runtime:
             del self._requests[reply.number]
             if reply.expiry is not None:
                 reply.expiry.cancel()
+            self.forget_inputs(reply)
             if self._recorder is not None:
                 self._recorder.finish(reply.number, reply.error)
             self._admission.free()
@@ -509,9 +524,58 @@ class Runtime:
         for reply in list(self._requests.values()):
             if host in reply.open_hosts:
                 reply.open_hosts.discard(host)
-                self.end_request(reply, self._died(host, reason))
-                self._forget_if_done(reply)
+                died = self._died(host, reason)
+                if host in reply.plan.replays and self._may_run_again(reply):
+                    self._take_back(reply, died)
+                else:
+                    self.end_request(reply, died)
+                    self._forget_if_done(reply)
         self._notify()
+
+    # -- running again after a death -------------------------------------------------------------------------------
+
+    def _may_run_again(self, reply: Reply) -> bool:
+        over = reply.ended or reply.expired
+        return reply.kept is not None and not over and reply.num_replays < _MOST_REPLAYS
+
+    def _take_back(self, reply: Reply, died: StageDiedError) -> None:
+        """Stop what other hosts do for a request of which nobody has seen anything, and let it wait for the restart."""
+        self._cancel_hosts(reply)
+        reply.open_hosts.clear()
+        reply.begin_again()
+        reply.restarting = died.stage
+        self._renumber(reply, died)
+        if self._tasks is not None:
+            self._tasks.start_soon(self._run_again, reply, died)
+
+    def _renumber(self, reply: Reply, died: StageDiedError) -> None:
+        """Nothing that hosts still say of its earlier run concerns a request from now on."""
+        del self._requests[reply.number]
+        if self._recorder is not None:
+            self._recorder.finish(reply.number, died)
+        reply.number = next(self._numbers)
+        self._requests[reply.number] = reply
+
+    async def _run_again(self, reply: Reply, died: StageDiedError) -> None:
+        with anyio.move_on_after(self.config.restart_wait_s):
+            while not (self._up.issuperset(reply.plan.hosts) or reply.ended or self._failure):
+                await self._wait_change()
+        if reply.ended or reply.expired or reply.kept is None:
+            return
+        if not self._up.issuperset(reply.plan.hosts):
+            self.end_request(reply, died)
+            return
+        # Hosts are told of requests in the order of their numbers, so its turn is now.
+        self._renumber(reply, died)
+        reply.restarting = None
+        reply.open_hosts.update(reply.plan.hosts)
+        await self._open(reply, reply.kept.items, reply.kept.options)
+
+    def forget_inputs(self, reply: Reply) -> None:
+        """The caller has something of the request, or it has ended: it cannot run again."""
+        if reply.kept is not None:
+            self._inputs.drop(reply.kept)
+            reply.kept = None
 
     def _died(self, host: str, reason: str) -> StageDiedError:
         """A host has the name of its heaviest stage, unless it is the runtime's own."""

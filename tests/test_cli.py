@@ -296,6 +296,7 @@ class PlanHost(msgspec.Struct, forbid_unknown_fields=True):
     process: bool
     start_method: str
     restart: str
+    in_flight: str
     reason: str
 
 

@@ -142,7 +142,8 @@ def _restart(host: PlannedHost) -> str:
     restart = host.restart
     if restart.strategy == "stop":
         return "stop"
-    return f"{restart.strategy}\n{restart.max_restarts} in {restart.within_s:g} s"
+    replay = "\nreplay" if restart.in_flight == "replay" else ""
+    return f"{restart.strategy}\n{restart.max_restarts} in {restart.within_s:g} s{replay}"
 
 
 def _setting_text(value: object) -> str:

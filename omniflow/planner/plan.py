@@ -110,6 +110,7 @@ class Plan(msgspec.Struct, frozen=True):
                     "process": host.process,
                     "start_method": host.start_method,
                     "restart": host.restart.strategy,
+                    "in_flight": host.restart.in_flight,
                     "reason": host.reason,
                 }
                 for host in self.hosts
