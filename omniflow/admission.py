@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from omniflow.errors import OverloadedError, RequestError
 
@@ -15,6 +17,7 @@ class Admission:
         self._max_in_flight = max_in_flight
         self._max_queued = max_queued
         self._taken = 0
+        self._num_waiting = 0
         self._queue: deque[asyncio.Future[None]] = deque()
 
     @property
@@ -24,18 +27,25 @@ class Admission:
 
     @property
     def num_queued(self) -> int:
-        """Callers that wait for a place."""
-        return len(self._queue)
+        """Callers that wait, for a place or before they take one."""
+        return len(self._queue) + self._num_waiting
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count a caller that waits for something else first. Raises OverloadedError where too many wait already."""
+        self._refuse_if_full()
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
 
     async def take(self) -> None:
         """Take a place. Raises OverloadedError at once where too many wait already."""
         if self._taken < self._max_in_flight:
             self._taken += 1
             return
-        if len(self._queue) >= self._max_queued:
-            raise OverloadedError(
-                f"{self._taken} requests run and {len(self._queue)} wait; try again later", retry_after_s=1.0
-            )
+        self._refuse_if_full()
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(waiter)
         try:
@@ -56,6 +66,12 @@ class Admission:
                 waiter.set_result(None)
                 return
         self._taken -= 1
+
+    def _refuse_if_full(self) -> None:
+        if self.num_queued >= self._max_queued:
+            raise OverloadedError(
+                f"{self._taken} requests run and {self.num_queued} wait; try again later", retry_after_s=1.0
+            )
 
     def refuse_all(self, error: RequestError) -> None:
         """End the waiting of everybody who waits."""

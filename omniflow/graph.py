@@ -646,16 +646,17 @@ def _refuse_late_values(spec: GraphSpec) -> None:
         needs["drain", stage.name] = [("start", stage.name)]
     for edge in edges:
         if edge.kind == "stream":
-            needs["end", edge.source].append(("drain", edge.target))
             needs["end", edge.target].append(("end", edge.source))
-            needs["drain", edge.source].append(("drain", edge.target))
+            if edge.policy == "block":
+                needs["end", edge.source].append(("drain", edge.target))
+                needs["drain", edge.source].append(("drain", edge.target))
         else:
             needs.setdefault(("start", edge.target), []).append(("end", edge.source))
     for value in edges:
         before = _reach([("end", value.source)], needs) if value.kind != "stream" else set()
         for stream in edges:
-            drained = ("drain", value.target) in _reach([("drain", stream.target)], needs)
-            if stream.kind == "stream" and drained and ("end", stream.source) in before:
+            waits = stream.kind == "stream" and stream.policy == "block" and ("end", stream.source) in before
+            if waits and ("drain", value.target) in _reach([("drain", stream.target)], needs):
                 raise GraphError(
                     f"stage {value.target!r} would wait for ever: port {value.target_port!r} comes after the end of "
                     f"{stream.source!r}, which cannot end before {value.target!r} reads its stream; take the value in "

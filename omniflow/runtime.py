@@ -349,23 +349,25 @@ class Runtime:
         return RequestPlan(start, exits, tuple(hosts), frozenset(replays.intersection(hosts)))
 
     async def _admit(self, plan: RequestPlan) -> None:
-        self._refuse_if_not_serving()
-        await self._admission.take()
-        try:
+        """Take a place. Who waits for a restart holds none meanwhile: requests on other hosts do not notice."""
+        while True:
             await self._wait_for_hosts(plan)
-        except BaseException:
+            await self._admission.take()
+            if self.state == "ready" and self._up.issuperset(plan.hosts):
+                return
             self._admission.free()
-            raise
 
     async def _wait_for_hosts(self, plan: RequestPlan) -> None:
-        with anyio.move_on_after(self.config.restart_wait_s):
-            while not self._up.issuperset(plan.hosts):
-                self._refuse_if_not_serving()
-                await self._wait_change()
-        missing = [host for host in plan.hosts if host not in self._up]
-        if missing:
-            raise UnavailableError("it is restarting", stage=missing[0], retry_after_s=2.0)
         self._refuse_if_not_serving()
+        if self._up.issuperset(plan.hosts):
+            return
+        with self._admission.waiting(), anyio.move_on_after(self.config.restart_wait_s):
+            while not self._up.issuperset(plan.hosts):
+                await self._wait_change()
+                self._refuse_if_not_serving()
+            return
+        missing = next(host for host in plan.hosts if host not in self._up)
+        raise UnavailableError("it is restarting", stage=missing, retry_after_s=2.0)
 
     def _refuse_if_not_serving(self) -> None:
         if self._failure is not None:

@@ -36,6 +36,7 @@ from omniflow.transport.base import Link, Receiver
 log = logging.getLogger("omniflow.supervisor")
 
 HostState = Literal["starting", "ready", "down", "failed", "stopped"]
+_LONGEST_BACKOFF_S = 10.0
 _KILL_AFTER_S = 5.0
 """What a host gets to close its actors before it is killed."""
 
@@ -275,7 +276,8 @@ class Supervisor:
             other.swept = True
             self._kill(other)
         # Back-off doubles with each death in the window, so a host that cannot live does not burn the machine.
-        self._relaunch(child, restart.backoff_s * 2 ** (len(child.deaths) - 1))
+        doublings = min(len(child.deaths) - 1, 10)
+        self._relaunch(child, min(restart.backoff_s * 2**doublings, max(restart.backoff_s, _LONGEST_BACKOFF_S)))
 
     def _relaunch(self, child: Child, delay_s: float) -> None:
         child.restarts += 1

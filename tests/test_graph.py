@@ -410,6 +410,16 @@ def value_after_its_stream() -> Graph:
     return graph
 
 
+def test_a_writer_that_does_not_wait_may_end_before_its_reader_starts() -> None:
+    graph = Graph("g")
+    thinker, speech = graph.stage("thinker", AtoBoth), graph.stage("speech", StreamAndValue)
+    graph.stream(thinker, speech, policy="drop_oldest")
+    graph.result(thinker, speech)
+    graph.input(ask=thinker)
+    graph.output(answer=speech)
+    assert graph.spec()
+
+
 def value_behind_a_stream_behind_its_stream() -> Graph:
     """The writer's words go through another stage, and the value comes from what counts them there."""
     graph = Graph("g")

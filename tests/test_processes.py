@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import select
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import multiprocess.forkserver
 import pytest
 
@@ -22,6 +24,7 @@ from omniflow.errors import (
     CancelledError,
     DeadlineError,
     InvalidInputError,
+    OverloadedError,
     ProtocolError,
     RequestError,
     StageDiedError,
@@ -344,6 +347,55 @@ async def test_a_request_that_may_not_wait_is_refused() -> None:
             await runtime.submit("job", Job())
         assert caught.value.retry_after_s == 2.0
         await up_again(runtime)
+
+
+async def test_requests_that_wait_for_a_restart_take_no_places_from_others() -> None:
+    slow = Restart("one_for_one", backoff_s=0.3)
+    graph = row.row("one", "two", restart=slow)
+    async with running(graph, CPU, max_in_flight=1, max_queued=2) as runtime, anyio.create_task_group() as tasks:
+        await kill(runtime, "two")
+        for _ in range(2):
+            tasks.start_soon(ask, runtime, "job", Job())
+        await anyio.wait_all_tasks_blocked()
+        assert (runtime.status().queued, runtime.status().in_flight) == (2, 0)
+        assert (await ask(runtime, "job", Job(), outputs=["early"]))["early"].seen == ("one",)
+        with pytest.raises(OverloadedError, match="0 requests run and 2 wait"):
+            await runtime.submit("job", Job())
+
+
+async def test_backoff_doubles_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_LONGEST_BACKOFF_S", 0.02)
+    often = Restart("one_for_one", max_restarts=50, backoff_s=0.01)
+    async with running(row.row("one", restart=often), CPU) as runtime:
+        for _ in range(9):  # without a bound the last one would wait for 2.6 s
+            await kill(runtime, "one")
+            await up_again(runtime, within_s=2)
+
+
+async def test_chaos() -> None:
+    """Hosts are killed at any moment under streaming requests: each ends, soon, and all of them come back."""
+    dice = random.Random(0)
+    graph = words.build()
+    for name in ("shout", "count", "echo"):
+        often = Restart("one_for_one", max_restarts=1000, within_s=0.001, backoff_s=0.001)
+        graph._stages[name] = msgspec.structs.replace(graph._stages[name], restart=often)
+    async with running(graph, CPU, shm_bytes=2**21) as runtime:
+
+        async def one(number: int) -> None:
+            text = dice.choice(["a many b many c?", "a slow b?", "many x?", "a stop many many y"])
+            entry, value = ("speech", [TextDelta("a")] * 40) if number % 4 == 0 else ("line", Line(text))
+            with anyio.fail_after(10), contextlib.suppress(StageDiedError):
+                await ask(runtime, entry, value)
+
+        for _ in range(12):
+            async with anyio.create_task_group() as tasks:
+                for number in range(16):
+                    tasks.start_soon(one, number)
+                await anyio.sleep(dice.random() * 0.03)
+                await up_again(runtime)
+                await kill(runtime, dice.choice(["shout", "count", "echo"]))
+            await settled(runtime)
+        assert (await ask(runtime, "line", Line("a b?")))["num_words"] == 2
 
 
 async def test_stopping_while_a_request_waits_for_a_restart() -> None:
