@@ -8,6 +8,7 @@ A host in the runtime's own process is the same object behind a LOCAL_OBJECT lin
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import logging
@@ -383,6 +384,10 @@ class Host:
         except Exception as error:  # a bug in `run` ends its own request only (docs/adr/0004)
             log.exception("stage %s failed for request %s", run.route.stage, visit.context.request_id)
             self._fail(visit, StageError(f"{type(error).__name__}: {error}", stage=run.route.stage))
+        except asyncio.CancelledError:
+            # Not ours, unless the request is over: `run` has awaited something that was cancelled.
+            self._fail(visit, StageError("run() was cancelled from within", stage=run.route.stage))
+            raise
         finally:
             visit.scopes.discard(scope)
             visit.num_running -= 1

@@ -64,6 +64,8 @@ class Mailbox(AsyncIterator[T], Generic[T]):
         """Store item number `seq`. Raises ProtocolError where order or bound is broken."""
         if seq != self._received:
             raise ProtocolError(f"item {seq} arrived where item {self._received} was due")
+        if self._ended:
+            raise ProtocolError(f"item {seq} arrived after the end of its stream")
         self._received += 1
         if self._gone:
             return

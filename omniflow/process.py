@@ -17,6 +17,8 @@ from omniflow.prctl import die_with_parent, name_process
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory
 from omniflow.transport.base import Link
 
+_LAST_WORDS_S = 1.0
+"""How long a host that ends waits for the runtime to take what it has said: why it has failed, for one."""
 EXIT_BROKEN = 3
 """Exit code of a host whose stage failed in setup or broke for good."""
 
@@ -48,6 +50,8 @@ async def _serve(spec: HostSpec, connection: socket.socket) -> bool:
         tasks.start_soon(_beat, host, front, spec.beat_s)
         await host.serve(front, link_to)
         tasks.cancel_scope.cancel()
+    with anyio.move_on_after(_LAST_WORDS_S):
+        await front.flushed()
     for link in list(memory.links):
         link.close()
     memory.close()

@@ -93,6 +93,8 @@ class Reply(AsyncIterator[Output]):
             raise ProtocolError(
                 f"output {exit.target_port!r}: item {seq} where {self._received[edge]} was due", stage=exit.source
             )
+        if edge not in self._open_exits:
+            raise ProtocolError(f"output {exit.target_port!r}: item {seq} came after its end", stage=exit.source)
         self._received[edge] += 1
         self._items.append((edge, value))
         self._wake()

@@ -88,6 +88,13 @@ def test_an_end_that_does_not_count_what_came_is_a_broken_contract() -> None:
         box.end(2)
 
 
+def test_an_item_after_the_end_is_a_broken_contract() -> None:
+    box, _ = mailbox()
+    box.end(0)
+    with pytest.raises(ProtocolError, match="item 0 arrived after the end of its stream"):
+        box.put(0, 0)
+
+
 async def test_a_reader_that_leaves_drops_what_waits_and_tells_the_writer_once() -> None:
     box, given = mailbox()
     box.put(0, 0)

@@ -319,6 +319,47 @@ async def test_a_wrong_item_on_a_stream() -> None:
         assert str(await error_of(runtime, "job", Job())) == "stage 'mixed': port 'emit' gives int, but got str"
 
 
+async def test_a_run_that_is_cancelled_from_within_fails_its_request() -> None:
+    class Awaits(Actor):
+        async def run(self, job: Job) -> Job:
+            cancelled = asyncio.get_running_loop().create_future()
+            cancelled.cancel()
+            await cancelled
+            return job
+
+    graph = Graph("g")
+    stage = graph.stage("awaits", Awaits)
+    graph.input(job=stage)
+    graph.output(out=stage)
+    async with running(graph) as runtime:
+        with anyio.fail_after(5):
+            error = await error_of(runtime, "job", Job())
+        assert str(error) == "stage 'awaits': run() was cancelled from within"
+
+
+async def test_an_emit_that_outlives_its_run_fails_the_request() -> None:
+    kept: list[Emit[int]] = []
+
+    class Keeps(Actor):
+        async def run(self, job: Job, emit: Emit[int]) -> Job:
+            kept.append(emit)
+            return job
+
+    class Late(Actor):
+        async def run(self, job: Job) -> Job:
+            await kept.pop().send(1)
+            return job
+
+    graph = Graph("g")
+    keeps, late = graph.stage("keeps", Keeps), graph.stage("late", Late)
+    graph.result(keeps, late)
+    graph.input(job=keeps)
+    graph.output(numbers=keeps["emit"], out=late)
+    async with running(graph) as runtime:
+        error = await error_of(runtime, "job", Job())
+        assert str(error) == "stage 'keeps': output 'numbers': item 0 came after its end"
+
+
 async def test_a_broken_actor_fails_the_graph() -> None:
     async with unstarted(row.row("one", "two")) as runtime:
         error = await error_of(runtime, "job", Job("two", "broken"))
