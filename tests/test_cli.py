@@ -861,7 +861,7 @@ def test_replay_names_the_first_edge_that_differs(recordings: Record, cli: Cli) 
     assert re.search(r"^option seed was \d+ and is 4$", ran.out, re.MULTILINE)
     assert "option stop was () and is ('x',)" in ran.out
     assert ran.out.splitlines()[-1] == (
-        "first difference: parrot.text → (text) differs within characters 0-15; nothing before stage parrot differs"
+        "first difference: parrot.text → (text) differs at characters 0-15; nothing before stage parrot differs"
     )
 
 

@@ -100,10 +100,12 @@ def comparison_view(comparison: Comparison, recorded: Recording, replayed: Recor
     """One row an edge, in the order of the data flow; below them, how the request ended each time."""
     table = new_table("edge", "recorded", "replayed", "")
     for edge in comparison.edges:
-        verdict = Text(_verdict(edge), style=_VERDICT_STYLES[edge.verdict])
+        verdict = Text(_verdict(edge, ""), style=_VERDICT_STYLES[edge.verdict])
         table.add_row(shown(edge.edge), _carried(edge.recorded), _carried(edge.replayed), verdict)
     ends = Text.assemble(("the request ended with: ", "dim"), _end(recorded), ("; now with: ", "dim"), _end(replayed))
-    return Group(table, "", ends)
+    given = any(edge.verdict == "given" for edge in comparison.edges)
+    note = Text("given: this output depends on time, so it came from the recording; --all runs the stage", style="dim")
+    return Group(table, *([note] if given else []), "", ends)
 
 
 def conclusion(comparison: Comparison) -> Text:
@@ -111,7 +113,8 @@ def conclusion(comparison: Comparison) -> Text:
     first = comparison.first
     if first is not None:
         source = first.edge.partition(".")[0]
-        text = f"first difference: {shown(first.edge)} {_verdict(first)}"
+        unit = first.recorded.unit if first.recorded else ""
+        text = f"first difference: {shown(first.edge)} {_verdict(first, unit)}"
         return Text(f"{text}; nothing before stage {source} differs", style="bold red")
     if not comparison.same_end:
         return Text("every edge carried the same, but the request ended in another way", style="bold red")
@@ -135,19 +138,17 @@ def _carried(record: EdgeRecord | None) -> str:
     return f"{text}, cut" if record.state == "cut" else text
 
 
-def _verdict(edge: EdgeVerdict) -> str:
+def _verdict(edge: EdgeVerdict, unit: str) -> str:
     match edge.verdict:
-        case "given":
-            return "given, as it depends on time"
         case "gone":
             return "carried nothing this time"
         case "unknown":
             opaque = (edge.recorded and edge.recorded.opaque) or (edge.replayed and edge.replayed.opaque)
             return f"cannot be compared: {opaque or 'not in the recording'}"
         case "differs" if edge.recorded is not None and edge.at is not None:
-            unit, block = edge.recorded.unit, edge.recorded.block
-            last = edge.at + block - 1
-            return f"differs at {unit} {edge.at}" if block == 1 else f"differs within {unit}s {edge.at}-{last}"
+            block = edge.recorded.block
+            where = f"{unit} {edge.at}" if block == 1 else f"{unit and f'{unit}s'} {edge.at}-{edge.at + block - 1}"
+            return f"differs at {where.strip()}"
     return edge.verdict
 
 
