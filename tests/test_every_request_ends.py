@@ -12,20 +12,20 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omniflow.actor import Actor, Context, Emit, Stream, batched
 from omniflow.config import RuntimeConfig
-from omniflow.errors import DeadlineError, GraphError, RequestError, StageError
+from omniflow.errors import DeadlineError, GraphError, ProtocolError, RequestError, StageError
 from omniflow.graph import Graph, GraphSpec, validate
 from omniflow.media import Options
-from omniflow.planner import plan
+from omniflow.planner import Cluster, Plan, plan
 from omniflow.runtime import Runtime
 
-from .running import INLINE, settled
+from .running import CPU, INLINE, settled
 
-SHORT_S, LONG_S = 0.03, 30.0
+SHORT_S, LONG_S = 0.05, 30.0
 HARMLESS = ["", "skip", "end early", "emit many", "emit nothing", "yield"]
 HARMFUL = ["raise", "sleep", "wrong type", "wrong item"]
 
@@ -165,12 +165,12 @@ requests = st.builds(
 )
 
 
-def accepted(spec: GraphSpec) -> Any:
+def accepted(spec: GraphSpec, cluster: Cluster = INLINE) -> Plan | None:
     try:
         validate(spec)
-        return plan(spec, INLINE, RuntimeConfig(stream_bound=3))
     except GraphError:
         return None
+    return plan(spec, cluster, RuntimeConfig(stream_bound=3))
 
 
 async def end_of(runtime: Runtime, request: Request) -> str:
@@ -197,9 +197,9 @@ async def end_of(runtime: Runtime, request: Request) -> str:
     return "all"
 
 
-async def play(found: Any, asked: list[Request]) -> list[str]:
+async def play(found: Plan, asked: list[Request]) -> list[str]:
     ends: list[str] = [""] * len(asked)
-    async with Runtime(found, RuntimeConfig(stream_bound=3, max_in_flight=3)) as runtime:
+    async with Runtime(found, RuntimeConfig(stream_bound=3, max_in_flight=3, shm_bytes=2**20)) as runtime:
 
         async def one(index: int) -> None:
             ends[index] = await end_of(runtime, asked[index])
@@ -207,23 +207,34 @@ async def play(found: Any, asked: list[Request]) -> list[str]:
         async with anyio.create_task_group() as tasks:
             for index in range(len(asked)):
                 tasks.start_soon(one, index)
-        await settled(runtime, 3)
+        await settled(runtime)
     return ends
+
+
+def check(asked: list[Request], ends: list[str]) -> None:
+    """Each end is one that the request's script allows; without harm in it, all outputs came."""
+    for request, end in zip(asked, ends, strict=True):
+        harm = {do for do in request.script.values() if do in HARMFUL}
+        possible = {"all", "left"}
+        possible |= {StageError.__name__} if "raise" in harm else set()
+        possible |= {ProtocolError.__name__} if harm & {"wrong type", "wrong item"} else set()
+        possible |= {DeadlineError.__name__} if "sleep" in harm else set()
+        assert end in possible, request
 
 
 @settings(max_examples=150)
 @given(graphs(), st.lists(requests, min_size=1, max_size=5))
 def test_each_request_ends_once_and_leaves_nothing(spec: GraphSpec, asked: list[Request]) -> None:
     found = accepted(spec)
-    if found is None:
-        return
-    for request, end in zip(asked, anyio.run(play, found, asked), strict=True):
-        harm = {do for do in request.script.values() if do in HARMFUL}
-        if not harm:
-            assert end in ("all", "left"), request
-        else:
-            possible = {"all", "left"}
-            possible |= {StageError.__name__} if "raise" in harm else set()
-            possible |= {"ProtocolError"} if harm & {"wrong type", "wrong item"} else set()
-            possible |= {DeadlineError.__name__} if "sleep" in harm else set()
-            assert end in possible, request
+    if found is not None:
+        check(asked, anyio.run(play, found, asked))
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@given(graphs(), st.lists(requests, min_size=3, max_size=8), st.lists(st.booleans(), min_size=7, max_size=7))
+def test_the_same_in_many_processes(spec: GraphSpec, asked: list[Request], isolated: list[bool]) -> None:
+    stages = zip(spec.stages, isolated, strict=False)
+    apart = tuple(msgspec.structs.replace(stage, isolate=isolate) for stage, isolate in stages)
+    found = accepted(msgspec.structs.replace(spec, stages=apart), CPU)
+    if found is not None:
+        check(asked, anyio.run(play, found, asked))
