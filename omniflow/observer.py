@@ -13,7 +13,7 @@ import msgspec
 
 from omniflow.actor import Ports
 from omniflow.digest import EdgeDigest, EdgeRecord, Packed, State, pack, unpack
-from omniflow.errors import RecordingError
+from omniflow.errors import ProtocolError, RecordingError
 from omniflow.graph import Stage
 from omniflow.messages import End, Recorded, Skip
 from omniflow.planner.plan import PlannedEdge
@@ -41,12 +41,17 @@ class _Seen:
 
     def add(self, value: object) -> None:
         self.digest.add(value)
-        if self.values is not None and not self.digest.opaque:
+        if self.values is None:
+            return
+        try:
             packed = pack(value)
-            self.values.append(packed)
-            self._value_bytes += sum(map(len, packed))
-            if self._value_bytes > _MOST_VALUE_BYTES:
-                self.values = None
+        except ProtocolError:
+            self.values = None  # inside one process a value needs no wire form
+            return
+        self.values.append(packed)
+        self._value_bytes += sum(map(len, packed))
+        if self._value_bytes > _MOST_VALUE_BYTES:
+            self.values = None
 
     def record(self, edge: PlannedEdge, cut: bool) -> EdgeRecord:
         return EdgeRecord(
@@ -57,7 +62,7 @@ class _Seen:
             size=self.digest.size,
             digests=self.digest.digests(),
             opaque=self.digest.opaque,
-            values=None if self.values is None or self.digest.opaque else tuple(self.values),
+            values=None if self.values is None else tuple(self.values),
         )
 
 

@@ -945,6 +945,5 @@ def test_folders_and_sizes_that_cannot_be_recorded_to(cli: Cli) -> None:
             "'much' is no size; write a number of bytes or text like '4 GiB'",
         ),
     ]:
-        ran = cli("run", PARROT, "--port", "0", *options)
-        assert ran.code == 1 and ran.err.startswith(f"error: {message}")
+        assert refused(cli("run", PARROT, "--port", "0", *options)).startswith(message)
     assert "Invalid value for '--record-max'" in refused(cli("run", PARROT, "--record-max", "0"), code=2)

@@ -230,6 +230,15 @@ async def test_values_without_a_wire_form_fail_nothing(caplog: pytest.LogCapture
     assert caplog.messages == ["request mine is not recorded: a value of type Thing cannot travel between processes"]
 
 
+def test_what_cannot_be_kept_fails_nothing() -> None:
+    """A lone surrogate has a digest, but no wire form, which it needs nowhere inside one process."""
+    edge = unstarted(timed.build()).plan.outputs["text"]
+    seen = observer._Seen(edge, kept=True)
+    seen.add(TextDelta("\ud800"))
+    found = seen.record(edge, cut=False)
+    assert (found.size, found.values, found.opaque) == (1, None, "")
+
+
 class Thing:
     def __init__(self, number: int) -> None:
         self.number = number

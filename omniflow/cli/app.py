@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import traceback
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,24 +20,12 @@ from omniflow.cli.chosen import Chosen, choose, layers_of, needs_of
 from omniflow.cli.doctor import examine, findings_table
 from omniflow.cli.machine import memory_bytes, num_cores, this_machine
 from omniflow.cli.models import models_table, needs_everywhere, weights_named
-from omniflow.cli.replaying import (
-    RecordOptions,
-    changed_options,
-    comparison_view,
-    conclusion,
-    recorded_layers,
-    recorder_of,
-    replay_headline,
-)
 from omniflow.cli.tables import cluster_text, output_console, plan_view, settings_table
 from omniflow.config import configure, set_layer
-from omniflow.errors import ConfigError, OmniflowError, RecordingError, StartError
+from omniflow.errors import ConfigError, OmniflowError, StartError
 from omniflow.graph import reachable_outputs
 from omniflow.planner import Cluster, cluster_named
 from omniflow.planner import plan as make_plan
-from omniflow.recording import read_recording
-from omniflow.replay import compare
-from omniflow.replay import replay as replay_recording
 from omniflow.visualize import draw_graph, draw_plan
 from omniflow.weights import fetch
 
@@ -99,7 +86,7 @@ def run(
     # Each stage computes in its own process, and they share the cores. Before a graph file loads any library.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        from omniflow.cli import serving
+        from omniflow.cli import replaying, serving
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: run `pip install 'omniflow[server]'`") from error
     layers = layers_of(config, set_ or [], {"server.host": host, "server.port": port})
@@ -108,11 +95,14 @@ def run(
     cluster = msgspec.structs.replace(this_machine(), single_process=single_process)
     plan = make_plan(chosen.spec, cluster, chosen.configured.runtime)
     console = output_console()
-    console.print(_headline(chosen, cluster))
-    console.print(plan_view(plan))
-    console.print()
-    recording = RecordOptions(record, record_max, record_max_bytes) if record else None
-    with recorder_of(recording, plan, graph, layers, console) as recorder:
+    keep = replaying.Keep(record, record_max, record_max_bytes) if record else None
+    with replaying.recorder_of(keep, plan, graph, layers) as recorder:
+        console.print(_headline(chosen, cluster))
+        console.print(plan_view(plan))
+        if record:
+            note = f"recording requests, with all that they send, to {record}"
+            console.print(Text(note, style="yellow"), soft_wrap=True)
+        console.print()
         fetch(need.weights for need in needs_of(chosen.spec))
         anyio.run(serving.serve_graph, plan, chosen.configured.runtime, chosen.configured.server, console, recorder)
 
@@ -133,24 +123,11 @@ def replay(
 ) -> None:
     """Run a recorded request again, and name the first edge that differs. Exit code 1 if one does."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    recorded = read_recording(file)
-    reference = graph or recorded.source.graph
-    if not reference:
-        raise RecordingError(f"{file} does not say which graph it is of; say so with --graph")
-    chosen = choose(reference, recorded.profile, recorded_layers(recorded, set_layer(set_ or [])))
-    options = changed_options(recorded.options, option or [])
+    from omniflow.cli import replaying
+
     cluster = msgspec.structs.replace(this_machine(), single_process=single_process)
-    plan = make_plan(chosen.spec, cluster, chosen.configured.runtime)
-    console = output_console()
-    console.print(replay_headline(recorded, options, plan))
-    fetch(need.weights for need in needs_of(chosen.spec))
-    again = partial(replay_recording, options=options, run_all=run_all)
-    with console.status("running it again"):
-        replayed = anyio.run(again, recorded, plan, chosen.configured.runtime)
-    comparison = compare(recorded, replayed, plan, run_all=run_all)
-    console.print(comparison_view(comparison, recorded, replayed))
-    console.print(conclusion(comparison), soft_wrap=True)
-    if not comparison.same:
+    changes = replaying.Changes(graph, set_layer(set_ or []), tuple(option or ()), run_all)
+    if not replaying.replay_file(file, changes, cluster, output_console()):
         raise typer.Exit(1)
 
 

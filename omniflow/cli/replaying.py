@@ -6,61 +6,87 @@ import typing
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from omniflow import __version__
+from omniflow.cli.chosen import choose, needs_of
 from omniflow.cli.tables import new_table
 from omniflow.config import Layer, convert
 from omniflow.digest import EdgeRecord
-from omniflow.errors import ConfigError
+from omniflow.errors import ConfigError, RecordingError
 from omniflow.graph import CLIENT, nearest, parse_bytes
 from omniflow.loader import from_anywhere
 from omniflow.media import Options
-from omniflow.planner import Plan
-from omniflow.recording import Recorder, Recording, RecordingFolder, Source
-from omniflow.replay import Comparison, EdgeVerdict, changes
+from omniflow.planner import Cluster, Plan
+from omniflow.planner import plan as make_plan
+from omniflow.recording import Recorder, Recording, RecordingFolder, Source, read_recording
+from omniflow.replay import Comparison, EdgeVerdict, changes, compare, replay
+from omniflow.weights import fetch
 
 _VERDICT_STYLES = {"same": "green", "given": "dim", "differs": "bold red", "gone": "bold red", "unknown": "yellow"}
 
 
-class RecordOptions(msgspec.Struct, frozen=True):
-    """Where `run` records requests to, and how much it keeps there. Raises ConfigError for what is no size."""
+class Keep(msgspec.Struct, frozen=True):
+    """Where `run` records requests to, and how much it keeps there."""
 
     folder: Path
     max_files: int
     max_bytes: str
 
-    def open(self) -> RecordingFolder:
-        """The folder. Raises RecordingError where it cannot be written."""
-        return RecordingFolder(self.folder, max_files=self.max_files, max_bytes=parse_bytes(self.max_bytes))
-
 
 @contextmanager
-def recorder_of(
-    options: RecordOptions | None, plan: Plan, graph: str, layers: Sequence[Layer], console: Console
-) -> Iterator[Recorder | None]:
-    """A recorder of all requests under `plan`, or None where none was asked for."""
-    if options is None:
+def recorder_of(keep: Keep | None, plan: Plan, graph: str, layers: Sequence[Layer]) -> Iterator[Recorder | None]:
+    """A recorder of all requests under `plan`, or None where none is wanted.
+
+    Raises GraphError for what is no size, RecordingError for a folder that cannot be written.
+    """
+    if keep is None:
         yield None
         return
     settings: dict[str, Any] = {}
     for layer in layers:
         settings |= {key: value for key, value in layer.values.items() if not key.startswith("server.")}
     source = Source(graph=from_anywhere(graph), settings=settings, omniflow=__version__)
-    with options.open() as folder:
-        text = f"recording requests, with all that they send, to {options.folder}"
-        console.print(Text(text, style="yellow"), soft_wrap=True)
+    with RecordingFolder(keep.folder, max_files=keep.max_files, max_bytes=parse_bytes(keep.max_bytes)) as folder:
         yield Recorder(plan, folder.keep, source=source)
 
 
-def recorded_layers(recording: Recording, command_line: Layer) -> list[Layer]:
-    """The settings to replay under: those of the recording, then those of this command. Nothing else applies."""
-    return [Layer("recording", recording.source.settings), command_line]
+class Changes(msgspec.Struct, frozen=True):
+    """What `replay` does otherwise than the recording says."""
+
+    graph: str | None
+    settings: Layer
+    options: tuple[str, ...]
+    run_all: bool
+
+
+def replay_file(file: Path, asked: Changes, cluster: Cluster, console: Console) -> bool:
+    """Run the request in `file` again on `cluster` and print how it compares. True where nothing differs."""
+    recorded = read_recording(file)
+    reference = asked.graph or recorded.source.graph
+    if not reference:
+        raise RecordingError(f"{file} does not say which graph it is of; say so with --graph")
+    # The settings of the recording, then those of this command: nothing else of today applies.
+    chosen = choose(reference, recorded.profile, [Layer("recording", recorded.source.settings), asked.settings])
+    options = changed_options(recorded.options, asked.options)
+    config = chosen.configured.runtime
+    plan = make_plan(chosen.spec, cluster, config)
+    console.print(replay_headline(recorded, options, plan))
+    fetch(need.weights for need in needs_of(chosen.spec))
+    again = partial(replay, recorded, plan, config, options=options, run_all=asked.run_all)
+    with console.status("running it again"):
+        replayed = anyio.run(again)
+    comparison = compare(recorded, replayed, plan, run_all=asked.run_all)
+    console.print(comparison_view(comparison, recorded, replayed))
+    console.print(conclusion(comparison), soft_wrap=True)
+    return comparison.same
 
 
 def changed_options(options: Options, pairs: Sequence[str]) -> Options:
