@@ -14,7 +14,6 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import anyio
@@ -136,9 +135,9 @@ class Supervisor:
         try:
             await self._start_process(child)
         except (OSError, EOFError) as error:
-            child.state = "failed"
-            failure = StartError(f"its process could not be started: {error}", stage=child.host.name)
-            self._events.on_failed(child.host.name, failure)
+            # The fork server died, or the process before it could be watched: a death like any other.
+            if not self._stopping:
+                self._decide(child, "starting", f"its process could not be started: {error}")
         finally:
             child.launched.set()
         if self._stopping:
@@ -157,11 +156,14 @@ class Supervisor:
                 await anyio.to_thread.run_sync(process.start)
             else:
                 process.start()
+            unless_started.callback(_reap, process)
+            pidfd = os.pidfd_open(process.pid)
             unless_started.pop_all()
         child.process, child.failure, child.state, child.gone = process, None, "starting", anyio.Event()
         child.started = child.last_beat = time.monotonic()
         child.link = ArrowShmLink(child.host.name, self._receiver, ours, self._memory, self._types, keeps_views=False)
-        child.pidfd = _watch_pid(process.pid, lambda: self._on_exit(child))
+        child.pidfd = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._on_exit, child)
 
     def _process_of(self, host: PlannedHost, connection: socket.socket) -> Any:
         config = self._config
@@ -218,9 +220,14 @@ class Supervisor:
 
     async def _watch_beats(self) -> None:
         while not self._stopping:
+            due = time.monotonic() + self._config.hang_s / 10
             await anyio.sleep(self._config.hang_s / 10)
             now = time.monotonic()
+            late_s = max(0.0, now - due)
             for child in self.children.values():
+                # While this process was stopped (a paused container) it heard nobody, and they may have been, too.
+                child.last_beat += late_s
+                child.started += late_s
                 if child.state == "ready" and now - child.last_beat > self._config.hang_s:
                     log.error("host %s has been silent for %.1f s: killed", child.host.name, now - child.last_beat)
                     self._kill(child)
@@ -238,17 +245,16 @@ class Supervisor:
 
     def _on_exit(self, child: Child) -> None:
         assert child.pidfd is not None
-        _unwatch_pid(child.pidfd)
+        asyncio.get_running_loop().remove_reader(child.pidfd)
+        os.close(child.pidfd)
         child.pidfd = None
-        child.process.join(0.1)
+        code = _reap(child.process)
         if child.link is not None:
             child.link.poll()
             child.link.close()
             child.link = None
         was, child.state = child.state, "down"
-        reason = _why(child)
-        with contextlib.suppress(ValueError):  # the fork server has not said yet that it is dead
-            child.process.close()
+        reason = child.failure.message if child.failure else _why(code)
         child.gone.set()
         if self._stopping:
             child.state = "stopped"
@@ -333,10 +339,7 @@ class Supervisor:
             await child.gone.wait()
 
 
-def _why(child: Child) -> str:
-    if child.failure is not None:
-        return child.failure.message
-    code = child.process.exitcode
+def _why(code: int | None) -> str:
     if code is not None and code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}" if code is not None else "its process is gone"
@@ -356,12 +359,10 @@ def _start_forkserver(preload: list[str]) -> None:
     server.ensure_running()
 
 
-def _watch_pid(pid: int, on_exit: Callable[[], None]) -> int:
-    descriptor = os.pidfd_open(pid)
-    asyncio.get_running_loop().add_reader(descriptor, on_exit)
-    return descriptor
-
-
-def _unwatch_pid(descriptor: int) -> None:
-    asyncio.get_running_loop().remove_reader(descriptor)
-    os.close(descriptor)
+def _reap(process: Any) -> int | None:
+    """Forget a process that is dead; gives its exit code, if its parent tells in time."""
+    process.join(0.1)
+    code: int | None = process.exitcode
+    with contextlib.suppress(ValueError):  # its parent has not told
+        process.close()
+    return code
