@@ -1,0 +1,313 @@
+"""Where death is awkward: in setup, in a batch, in a wait for memory, for a fan-in, for a client, while all stops."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import multiprocess.forkserver
+import pytest
+
+from omniflow.errors import DeadlineError, RequestError, StageDiedError, StartError
+from omniflow.graph import Restart
+from omniflow.runtime import Runtime
+
+from ..graphs import fork, perils
+from ..graphs.perils import Task
+from ..graphs.row import Job
+from ..running import CPU, pid_of, running, settled, unstarted, up_again
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
+
+KIB = 2**10
+
+
+async def until(runtime: Runtime, holds: Any, within_s: float = 10) -> None:
+    with anyio.fail_after(within_s):
+        while not holds():
+            await anyio.sleep(0.001)
+
+
+async def kill(runtime: Runtime, stage: str, sign: signal.Signals = signal.SIGKILL) -> float:
+    """Kill the process of a stage; gives how long it took until the runtime had noticed."""
+    pid = pid_of(runtime, stage)
+    began = time.perf_counter()
+    os.kill(pid, sign)
+    await until(runtime, lambda: all(status.pid != pid for status in runtime.status().stages))
+    return time.perf_counter() - began
+
+
+async def ask(runtime: Runtime, entry: str, value: object, **how: Any) -> dict[str, Any]:
+    return await (await runtime.submit(entry, value, **how)).collect()
+
+
+class Asked:
+    """Requests under way, and how each of them ended."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+        self.errors: list[RequestError] = []
+
+    async def one(self, runtime: Runtime, entry: str, value: object, **how: Any) -> None:
+        try:
+            self.found.append(await ask(runtime, entry, value, **how))
+        except RequestError as error:
+            self.errors.append(error)
+
+    def died(self) -> list[str | None]:
+        """The stages that the errors name, all of which must be deaths."""
+        assert {type(error) for error in self.errors} <= {StageDiedError}, self.errors
+        return [error.stage for error in self.errors]
+
+
+# -- setup -------------------------------------------------------------------------------------------------------------
+
+
+async def test_killed_again_and_again_while_it_is_set_up(dice: random.Random) -> None:
+    """From the fork on, at any moment: each death counts as one, and the host is started again."""
+    async with running(perils.build(setup_s=0.05), CPU) as runtime:
+        child = runtime._supervisor.children["start"]
+        async with anyio.create_task_group() as tasks:
+            await kill(runtime, "start")
+            asked = Asked()
+            for _ in range(4):
+                tasks.start_soon(asked.one, runtime, "task", Task())
+            for _ in range(12):
+                await until(runtime, lambda: child.pid is not None)
+                await anyio.sleep(dice.choice([0, 0.001, 0.01, 0.03, 0.05]))
+                if child.state == "starting":
+                    await kill(runtime, "start")
+                else:
+                    break
+        assert len(asked.found) == 4, asked.errors
+        assert child.restarts >= 3
+
+
+async def test_dead_before_anybody_could_watch_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_pidfd = os.pidfd_open
+    killed = []
+
+    def late(pid: int) -> int:
+        if len(killed) < 3:
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+            while os.path.exists(f"/proc/{pid}"):
+                pass
+        return open_pidfd(pid)
+
+    async with running(perils.build(), CPU) as runtime:
+        monkeypatch.setattr(os, "pidfd_open", late)
+        await kill(runtime, "hold")
+        assert (await ask(runtime, "task", Task()))["numbers"] == [0]
+        assert len(killed) == 3
+        assert runtime._supervisor.children["hold"].restarts == 4
+
+
+async def test_a_fork_server_that_dies_while_it_starts_a_host() -> None:
+    """All hosts are its children and die with it; all are started again by a new one."""
+    async with running(perils.build(), CPU) as runtime:
+        for number in range(3):
+            await kill(runtime, "hold")
+            await anyio.sleep(0.002 * number)
+            os.kill(multiprocess.forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+            await until(runtime, lambda: min(s.restarts for s in runtime.status().stages) > number)  # noqa: B023
+            assert (await ask(runtime, "task", Task()))["numbers"] == [0]
+
+
+async def test_killed_during_the_first_start() -> None:
+    """Nothing was ever up: that is an error of the start, which names the stage; no other host stays."""
+    for delay_s in (0.0, 0.002, 0.01, 0.05):
+        runtime = unstarted(perils.build(setup_s=0.1), CPU)
+        child = runtime._supervisor.children["start"]
+
+        async def kill_it() -> None:
+            await until(runtime, lambda: child.pid is not None)  # noqa: B023
+            await anyio.sleep(delay_s)  # noqa: B023
+            os.kill(child.pid or 0, signal.SIGKILL)  # noqa: B023
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(kill_it)
+            with pytest.raises(StartError, match="failed to start: (killed by SIGKILL|its process is gone)") as caught:
+                await runtime.__aenter__()
+        assert caught.value.stage == "start"
+
+
+# -- while something runs or waits -------------------------------------------------------------------------------------
+
+
+async def test_while_a_batch_runs() -> None:
+    """Those in the batch and those behind it end; those that come afterwards do not."""
+    async with running(perils.build(), CPU) as runtime:
+        asked = Asked()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(10):
+                tasks.start_soon(asked.one, runtime, "seconds", 0.5)
+            await until(runtime, lambda: runtime.status().in_flight == 10)
+            await anyio.sleep(0.1)
+            await kill(runtime, "batch")
+            began = time.perf_counter()
+        assert time.perf_counter() - began < 1
+        assert asked.died() == ["batch"] * 10
+        assert (await ask(runtime, "seconds", 0.0))["batched"] == 0.0
+
+
+@pytest.mark.parametrize("victim", ["start", "hold"])
+async def test_while_a_sender_waits_for_shared_memory(victim: str) -> None:
+    """The reader holds all of 1 MiB: its sender waits. Afterwards all of it is there again."""
+    async with running(perils.build(bound=32), CPU, shm_bytes=2**20) as runtime:
+        task = Task(num=20, size=200 * KIB, reads=5, holds_s=30)
+        asked = Asked()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(asked.one, runtime, "task", task)
+            await until(runtime, lambda: runtime.status().in_flight == 3)
+            await anyio.sleep(0.3)
+            await kill(runtime, victim)
+        assert asked.died() == [victim] * 3
+        for _ in range(5):
+            found = await ask(runtime, "task", Task(num=20, size=200 * KIB, reads=3))
+            assert found["held"] == 600 * KIB
+
+
+async def test_a_sender_that_waits_for_memory_hears_of_its_deadline() -> None:
+    async with running(perils.build(bound=32), CPU, shm_bytes=2**20) as runtime:
+        began = time.perf_counter()
+        with pytest.raises(DeadlineError):
+            await ask(runtime, "task", Task(num=20, size=200 * KIB, reads=5, holds_s=30), deadline_s=0.3)
+        assert time.perf_counter() - began < 0.3 + 0.2 + 0.5
+        await settled(runtime)
+        assert (await ask(runtime, "task", Task(num=20, size=200 * KIB, reads=2)))["held"] == 400 * KIB
+
+
+@pytest.mark.parametrize("victim", ["start", "hold"])
+async def test_while_the_client_does_not_read(victim: str) -> None:
+    async with running(perils.build(), CPU) as runtime:
+        replies = [await runtime.submit("task", Task(num=1000, size=20 * KIB)) for _ in range(3)]
+        for reply in replies:
+            await anext(reply)
+        await anyio.sleep(0.1)
+        await kill(runtime, victim)
+        for reply in replies:
+            with pytest.raises(StageDiedError):
+                await anext(reply)
+        await settled(runtime)
+        assert len((await ask(runtime, "task", Task(num=10)))["numbers"]) == 10
+
+
+@pytest.mark.parametrize("victim", ["start", "left", "right", "join"])
+async def test_while_a_fan_in_waits(victim: str) -> None:
+    """One source has given its part, the other sleeps; whoever dies, the request hears of it at once."""
+    async with running(fork.build(), CPU) as runtime:
+        asked = Asked()
+        async with anyio.create_task_group() as tasks:
+            for _ in range(4):
+                tasks.start_soon(asked.one, runtime, "job", Job("left", "sleep"))
+            await until(runtime, lambda: runtime.status().in_flight == 4)
+            await anyio.sleep(0.1)
+            await kill(runtime, victim)
+            began = time.perf_counter()
+            await until(runtime, lambda: len(asked.errors) + len(asked.found) == 4 or victim in ("start", "right"), 1)
+            assert time.perf_counter() - began < 0.2 * 4
+            if not asked.errors:
+                await kill(runtime, "left")
+                victim = "left"
+        assert asked.died() == [victim] * 4
+        await up_again(runtime)
+        assert (await ask(runtime, "job", Job()))["job"].seen == ("start", "left", "start", "right")
+
+
+# -- strategies under load ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "swept"), [("rest_for_one", {"hold", "batch"}), ("one_for_all", {"start", "hold", "batch"})]
+)
+async def test_strategies_under_load(strategy: Any, swept: set[str], dice: random.Random) -> None:
+    restart = Restart(strategy, max_restarts=1_000_000, within_s=0.001, backoff_s=0.001)
+    async with running(perils.build(restart=restart), CPU) as runtime:
+        for _ in range(4):
+            before = {stage.host: stage.pid for stage in runtime.status().stages}
+            asked = Asked()
+            async with anyio.create_task_group() as tasks:
+                for number in range(16):
+                    entry, value = ("seconds", 0.05) if number % 4 == 0 else ("task", Task(num=50, size=20 * KIB))
+                    tasks.start_soon(asked.one, runtime, entry, value)
+                await anyio.sleep(dice.random() * 0.05)
+                await kill(runtime, "hold")
+            assert len(asked.found) + len(asked.errors) == 16
+            assert set(asked.died()) <= swept
+            await until(runtime, lambda: not any(child.swept for child in runtime._supervisor.children.values()))
+            await up_again(runtime)
+            after = {stage.host: stage.pid for stage in runtime.status().stages}
+            assert {host for host in after if before[host] != after[host]} == swept
+            await settled(runtime)
+        assert len((await ask(runtime, "task", Task(num=10)))["numbers"]) == 10
+
+
+# -- stopping ----------------------------------------------------------------------------------------------------------
+
+
+async def test_while_it_drains() -> None:
+    """The requests of the dead host end, the others are finished, and no request is left to wait for."""
+    async with running(perils.build(), CPU, drain_s=5) as runtime:
+        asked = Asked()
+        began = time.perf_counter()
+        async with anyio.create_task_group() as tasks:
+            for number in range(8):
+                entry, value = ("seconds", 0.3) if number % 2 == 0 else ("task", Task(num=2, reads=1, holds_s=30))
+                tasks.start_soon(asked.one, runtime, entry, value)
+            await until(runtime, lambda: runtime.status().in_flight == 8)
+            tasks.start_soon(runtime.drain)
+            await anyio.sleep(0.05)
+            await kill(runtime, "hold")
+        assert asked.died() == ["hold"] * 4
+        assert [found["batched"] for found in asked.found] == [0.3] * 4
+        assert time.perf_counter() - began < 5
+
+
+async def test_stopped_at_any_moment_of_a_restart(dice: random.Random) -> None:
+    for _ in range(5):
+        async with unstarted(perils.build(setup_s=0.02), CPU) as runtime:
+            await kill(runtime, "start")
+            await anyio.sleep(dice.random() * 0.06)
+
+
+# -- hangs -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stopped_host_is_noticed_by_its_heart() -> None:
+    """SIGSTOP: it is not dead, it only does nothing more. It is treated as dead."""
+    async with running(perils.build(), CPU, hang_s=0.5) as runtime:
+        replies = [await runtime.submit("task", Task(num=1000)) for _ in range(4)]
+        for reply in replies:
+            await anext(reply)
+        waited = await kill(runtime, "hold", signal.SIGSTOP)
+        assert 0.3 < waited < 0.5 * 1.2 + 0.5
+        for reply in replies:
+            with pytest.raises(StageDiedError):
+                await reply.collect()
+        assert len((await ask(runtime, "task", Task(num=10)))["numbers"]) == 10
+
+
+async def test_a_runtime_that_was_stopped_itself_kills_nobody() -> None:
+    """A container that is paused, a machine that was asleep: silence while nobody listened says nothing."""
+    async with running(perils.build(), CPU, hang_s=0.3) as runtime:
+        hosts = [status.pid or 0 for status in runtime.status().stages]
+        for host in hosts:
+            os.kill(host, signal.SIGSTOP)
+        hold_up_the_event_loop(0.6)
+        for host in hosts:
+            os.kill(host, signal.SIGCONT)
+        for _ in range(3):
+            await anyio.sleep(0.1)
+            assert len((await ask(runtime, "task", Task(num=10)))["numbers"]) == 10
+        assert {status.restarts for status in runtime.status().stages} == {0}
+
+
+def hold_up_the_event_loop(seconds: float) -> None:
+    time.sleep(seconds)
