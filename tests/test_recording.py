@@ -438,6 +438,15 @@ def test_a_slow_disk_holds_up_nobody(
     ]
 
 
+def test_a_disk_that_keeps_up_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RecordingFolder(tmp_path) as folder:
+        for number in range(130):
+            folder.keep(a_recording(number))
+            if number % 50 == 0:
+                folder._writer.submit(lambda: None).result()  # the thread has come so far
+    assert len(list(tmp_path.iterdir())) == 130 and caplog.messages == []
+
+
 @pytest.mark.anyio
 @CLUSTERS
 @pytest.mark.usefixtures("nothing_left")
