@@ -23,7 +23,7 @@ import types
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -147,9 +147,15 @@ class Actor:
         async with self._one_at_a_time:
             self._step_began = time.monotonic()
             try:
-                return await anyio.to_thread.run_sync(call, *args)
+                outcome = await anyio.to_thread.run_sync(_outcome, call, args)
             finally:
                 self._step_began = None
+        if not isinstance(outcome, _Raised):
+            return outcome
+        try:
+            raise outcome.error
+        finally:
+            del outcome
 
     def busy_s(self) -> float:
         """How long the step that runs now has been running; 0 between steps. A host whose step lasts longer than
@@ -160,6 +166,20 @@ class Actor:
     @functools.cached_property
     def _one_at_a_time(self) -> anyio.CapacityLimiter:
         return anyio.CapacityLimiter(1)
+
+
+class _Raised(NamedTuple):
+    error: Exception
+
+
+def _outcome(call: Callable[..., R], args: Sequence[Any]) -> R | _Raised:
+    """What `call` gives or raises. An error that came out of the thread by itself would be held by a future, and hold
+    the frame that holds the future: its values would live until the garbage collector comes.
+    """
+    try:
+        return call(*args)
+    except Exception as error:  # noqa: BLE001 - raised again by whoever called
+        return _Raised(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
 
 
 class Port(msgspec.Struct, frozen=True):

@@ -35,7 +35,10 @@ class Batcher:
         call = _Call(value, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._arrival.set()
-        return await call.answer
+        try:
+            return await call.answer
+        finally:
+            del call  # an error that it holds would hold this frame, and the frame it
 
     async def serve(self) -> None:
         """Collect and run batches, one at a time, for ever."""
@@ -45,9 +48,8 @@ class Batcher:
                 await self._arrival.wait()
             if self._policy.max_wait_ms > 0:
                 await self._fill()
-            batch = self._take()
-            if batch:
-                await self._answer(batch)
+            # Not kept in a variable: it would hold the last batch until the next one comes.
+            await self._answer(self._take())
 
     async def _fill(self) -> None:
         with anyio.move_on_after(self._policy.max_wait_ms / 1000):
@@ -64,23 +66,32 @@ class Batcher:
         return batch
 
     async def _answer(self, batch: list[_Call]) -> None:
+        if not batch:
+            return
+        results = await self._results(batch)
+        if not isinstance(results, Exception):
+            for call, result in zip(batch, results, strict=True):
+                failed = isinstance(result, OmniflowError)
+                _settle(call.answer, None if failed else result, result if failed else None)
+        elif len(batch) > 1 and not isinstance(results, ProtocolError):
+            for call in batch:
+                await self._answer([call])
+        else:
+            for call in batch:
+                _settle(call.answer, None, results)
+
+    async def _results(self, batch: list[_Call]) -> list[Any] | Exception:
+        """What `run` gave for each call, or what it raised."""
         try:
             results = await self._call([call.value for call in batch])
             if len(results) != len(batch):
                 raise ProtocolError(
                     f"run() got a batch of {len(batch)} and returned {len(results)} results", stage=self._stage
                 )
+            return results
         except Exception as error:  # noqa: BLE001 - the boundary to actor code: it must not end the other requests
-            if len(batch) > 1 and not isinstance(error, ProtocolError):
-                for call in batch:
-                    await self._answer([call])
-                return
-            for call in batch:
-                _settle(call.answer, None, error)
-            return
-        for call, result in zip(batch, results, strict=True):
-            failed = isinstance(result, OmniflowError)
-            _settle(call.answer, None if failed else result, result if failed else None)
+            # Less this frame: it holds the calls, they their answers, and those will hold the error.
+            return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
 
 
 def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from omniflow.errors import CancelledError, ProtocolError, RequestError
+from omniflow.errors import CancelledError, ProtocolError, RequestError, error_from_info
 from omniflow.inputs import Kept
 from omniflow.mailbox import Credits
 from omniflow.messages import Waiting
@@ -123,8 +123,8 @@ class Reply(AsyncIterator[Output]):
             return False
         self.ended = True
         if error is not None:
-            error.request_id = self.request_id
-            self.error = error
+            self.error = fresh(error)
+            self.error.request_id = self.request_id
             self._items.clear()
         self._wake()
         return True
@@ -138,7 +138,7 @@ class Reply(AsyncIterator[Output]):
     async def __anext__(self) -> Output:
         while not self._items:
             if self.error is not None:
-                raise self.error
+                raise fresh(self.error)
             if self.ended:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
@@ -178,3 +178,10 @@ class Reply(AsyncIterator[Output]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._table.end_request(self, CancelledError("the caller left before the end"))
+
+
+def fresh(error: RequestError) -> RequestError:
+    """A copy of `error` to raise or to keep: one that was raised holds the frames that it passed, and all that is in
+    them. A reply that raised the error it keeps would live, with the values of its caller, until a garbage collection.
+    """
+    return error_from_info(error.info())

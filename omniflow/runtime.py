@@ -60,7 +60,7 @@ from omniflow.messages import (
 )
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge
 from omniflow.recording import Recorder
-from omniflow.reply import Output, Reply, RequestPlan
+from omniflow.reply import Output, Reply, RequestPlan, fresh
 from omniflow.supervisor import Supervisor
 from omniflow.transport.arrow_shm import SharedMemory
 from omniflow.transport.base import Link
@@ -273,7 +273,7 @@ class Runtime:
             self.end_request(reply, CancelledError("the request could not enter the graph"))
             raise
         if reply.error is not None and isinstance(reply.error, InvalidInputError):
-            raise reply.error
+            raise fresh(reply.error)
 
     async def _open(self, reply: Reply, items: Sequence[object], options: Options) -> None:
         """Open the request in all its hosts and send its items."""
