@@ -45,6 +45,15 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shm_bytes: Annotated[int, Meta(ge=2**20, description="shared memory that one host may hold for its messages")] = (
         2**29
     )
+    hot_window_us: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=10_000,
+            description="how long a process looks for more traffic after some before it sleeps, at most; "
+            "0: not at all, as where there are fewer cores than processes",
+        ),
+    ] = 200
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

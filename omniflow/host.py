@@ -23,7 +23,7 @@ import msgspec
 
 from omniflow.actor import Actor, Context, Ports, ports_of
 from omniflow.batcher import Batcher
-from omniflow.config import arguments_of
+from omniflow.config import RuntimeConfig, arguments_of
 from omniflow.errors import (
     ActorBrokenError,
     ErrorInfo,
@@ -53,7 +53,7 @@ from omniflow.observer import Given, Observe, Observer
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge
 from omniflow.transport.base import Link
 from omniflow.transport.local_object import loopback
-from omniflow.visit import EdgeFull, PortEmit, Reader, Run, StageRoute, Visit, results_of
+from omniflow.visit import EdgeFull, PortEmit, Reader, Run, StageRoute, Visit, in_rows, refuse_wrong_type, results_of
 
 log = logging.getLogger("omniflow.host")
 
@@ -72,9 +72,18 @@ class HostSpec(msgspec.Struct, frozen=True):
     shm_bytes: int
     beat_s: float
     observe: Observe | None = None
+    hot_window_s: float = 0.0
 
 
-def host_spec(plan: Plan, name: str, *, shm_bytes: int, beat_s: float, observe: Observe | None = None) -> HostSpec:
+def host_spec(
+    plan: Plan,
+    name: str,
+    *,
+    shm_bytes: int,
+    beat_s: float,
+    observe: Observe | None = None,
+    hot_window_s: float = 0.0,
+) -> HostSpec:
     """The part of `plan` that concerns the host `name`."""
     host = next(host for host in plan.hosts if host.name == name)
     return HostSpec(
@@ -86,7 +95,14 @@ def host_spec(plan: Plan, name: str, *, shm_bytes: int, beat_s: float, observe: 
         shm_bytes,
         beat_s,
         observe,
+        hot_window_s,
     )
+
+
+def hot_window_s(plan: Plan, config: RuntimeConfig) -> float:
+    """How long the processes of `plan` look for more traffic before they sleep: not at all where cores are scarce."""
+    num_processes = 1 + sum(host.process for host in plan.hosts)
+    return config.hot_window_us / 1e6 if num_processes <= plan.cluster.cpu_cores else 0.0
 
 
 class _LocalStage:
@@ -100,8 +116,16 @@ class _LocalStage:
         self.batcher = Batcher(stage.name, self.actor.batch, self._call_batch) if self.actor.batch else None
         given = observe.given.get(stage.name) if observe else None
         self.given = Given(stage.name, self.ports, given) if given is not None else None
+        self._plain = self.is_async and self.batcher is None and self.given is None
 
-    async def call(self, arguments: dict[str, Any]) -> Any:
+    def call(self, arguments: dict[str, Any]) -> Awaitable[Any]:
+        """One `run`."""
+        if self._plain:
+            found: Awaitable[Any] = self.actor.run(**arguments)
+            return found
+        return self._call(arguments)
+
+    async def _call(self, arguments: dict[str, Any]) -> Any:
         if self.given is not None:
             return await self.given.run(arguments)
         if self.batcher is not None:
@@ -134,6 +158,8 @@ class Host:
         self._numbers = {(edge.source, edge.source_port, edge.target, edge.target_port): edge.id for edge in spec.edges}
         self._routes: dict[tuple[str, tuple[str, ...]], list[StageRoute]] = {}
         self._tasks: anyio.abc.TaskGroup | None = None
+        self._runs: asyncio.TaskGroup | None = None
+        self._done: list[Visit] = []
         self._connect: Callable[[str, int], Link] | None = None
         self._observer = Observer(spec.edges, spec.stages) if spec.observe else None
 
@@ -146,14 +172,24 @@ class Host:
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
+                # Also while a stage is set up the runtime may be gone, or want no more of it.
                 tasks.start_soon(self._set_up)
-                # Also while a stage is set up: the runtime may be gone, or want no more of it.
-                await self.stopped.wait()
+                await self._serve_runs()
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 for local in self._stages.values():
                     await self._close_actor(local)
+
+    async def _serve_runs(self) -> None:
+        """Let stages run until `stopped`, then cancel them. A task of this group costs 7 us, one of AnyIO's 32."""
+        async with asyncio.TaskGroup() as self._runs:
+            try:
+                await self.stopped.wait()
+            finally:
+                self._runs = None
+                for visit in tuple(self._visits.values()):
+                    visit.stop()
 
     async def _set_up(self) -> None:
         for stage in self.spec.stages:
@@ -320,19 +356,15 @@ class Host:
             self._observer.opened(message.request)
         for stage_route in self._route(message.entry, message.outputs):
             run = visit.runs[stage_route.stage] = Run(stage_route)
-            for port in stage_route.ports.inputs:
-                edge = stage_route.inputs.get(port.name)
-                if edge is None:
-                    run.values[port.name] = None
-                elif port.kind == "value":
-                    run.missing.add(port.name)
-                else:
-                    give = functools.partial(self._give_credit, edge, message.request)
-                    planned = self._edges[edge]
-                    run.streams[port.name] = Mailbox(planned.bound, give, planned.policy)
-            for name, edges in stage_route.outputs.items():
-                if any(port.name == name and port.kind == "stream" for port in stage_route.ports.outputs):
-                    visit.credits |= {edge: Credits(self._edges[edge].bound) for edge in edges}
+            for port, edge in stage_route.streams:
+                give = functools.partial(self._give_credit, edge, message.request)
+                planned = self._edges[edge]
+                run.streams[port] = Mailbox(planned.bound, give, planned.policy)
+            step: StageRoute | None = stage_route
+            while step is not None:
+                for edge in step.stream_edges:
+                    visit.credits[edge] = Credits(self._edges[edge].bound)
+                step = step.follow
             if not stage_route.inputs:
                 # Everything that could feed it is absent from this profile: nothing will arrive to start it.
                 self._start_if_ready(visit, run)
@@ -341,7 +373,11 @@ class Host:
         found = self._routes.get((entry, outputs))
         if found is None:
             part = route(self.spec.topology, self.spec.absent, entry, outputs)
-            found = [self._stage_route(name, part.edges, part.refusals) for name in self._stages if name in part.stages]
+            names = [name for name in self._stages if name in part.stages]
+            here = {name: self._stage_route(name, part.edges, part.refusals) for name in names}
+            # Who watches what edges carry needs them all.
+            watched = self._observer is not None
+            found = list(here.values()) if watched else in_rows(here, {e: self._edges[e].target for e in self._edges})
             self._routes[entry, outputs] = found
         return found
 
@@ -362,18 +398,23 @@ class Host:
         if not run.missing and not run.started and not visit.over:
             run.started = True
             visit.num_running += 1
-            self._spawn(self._run_stage, visit, run)
+            if self._runs is not None:
+                self._runs.create_task(self._run_stage(visit, run))
 
     async def _run_stage(self, visit: Visit, run: Run) -> None:
-        """One `Actor.run` for one request: the only place that catches what actor code raises."""
-        local = self._stages[run.route.stage]
+        """A row of `Actor.run` for one request: the only place that catches what actor code raises."""
         scope = anyio.CancelScope()
         visit.scopes.add(scope)
         try:
             with scope:
                 if visit.over:
                     scope.cancel()
-                result = await local.call(self._arguments(visit, run))
+                result = await self._stages[run.route.stage].call(self._arguments(visit, run))
+                while run.route.follow is not None:
+                    refuse_wrong_type(run.route.stage, run.route.ports.outputs[0], result)
+                    visit.leave(run)
+                    run.follow(run.route.follow, result)
+                    result = await self._stages[run.route.stage].call(self._arguments(visit, run))
                 await self._finish_stage(visit, run, result)
         except RequestError as error:
             error.stage = error.stage or run.route.stage
@@ -394,12 +435,13 @@ class Host:
             self._close_if_done(visit)
 
     def _arguments(self, visit: Visit, run: Run) -> dict[str, Any]:
+        if not run.streams and not run.route.emits and run.route.ports.context is None:
+            return run.values
         arguments = {**run.values, **run.streams}
-        for port in run.route.ports.outputs:
-            if port.kind == "stream":
-                readers = {edge: self._reader(visit, edge) for edge in run.route.outputs[port.name]}
-                refusal = run.route.refusals.get(port.name)
-                arguments[port.name] = PortEmit(run.route.stage, port, visit.request, self._send_item, readers, refusal)
+        for port in run.route.emits:
+            readers = {edge: self._reader(visit, edge) for edge in run.route.outputs[port.name]}
+            refusal = run.route.refusals.get(port.name)
+            arguments[port.name] = PortEmit(run.route.stage, port, visit.request, self._send_item, readers, refusal)
         if run.route.ports.context is not None:
             arguments[run.route.ports.context] = visit.context
         return arguments
@@ -427,14 +469,17 @@ class Host:
                     pending = self._send_item(edge, visit.request, 0, values[port.name])
                     if pending is not None:
                         await pending
-        visit.runs.pop(run.route.stage, None)
+        visit.runs.pop(run.head, None)
 
     def _skip_stage(self, visit: Visit, run: Run) -> None:
-        """A required port of a one-port stage gets nothing: the stage does not run, and its readers are told."""
-        for edges in run.route.outputs.values():
+        """A required port of a one-port stage gets nothing: its row does not run, and the readers are told."""
+        last = run.route
+        while last.follow is not None:
+            last = last.follow
+        for edges in last.outputs.values():
             for edge in edges:
                 self._send(edge, Skip(edge, visit.request))
-        visit.runs.pop(run.route.stage, None)
+        visit.runs.pop(run.head, None)
         self._close_if_done(visit)
 
     def _fail(self, visit: Visit, error: RequestError) -> None:
@@ -448,7 +493,15 @@ class Host:
     def _close_if_done(self, visit: Visit) -> None:
         if visit.num_running == 0 and (visit.over or not visit.runs) and visit.request in self._visits:
             del self._visits[visit.request]
-            behind = [link for link in self.links.values() if link.peer != FRONT and link.statistics().backlog]
+            self._done.append(visit)
+            if len(self._done) == 1:
+                asyncio.get_running_loop().call_soon(self._say_done)
+
+    def _say_done(self) -> None:
+        """Tell the runtime of all requests that have nothing here any more, in one message, at the end of a turn."""
+        done, self._done = self._done, []
+        behind = [link for link in self.links.values() if link.peer != FRONT and not link.push()]
+        for visit in done:
             if behind and not visit.over:
                 self._spawn(self._close_when_sent, visit, behind)
             else:

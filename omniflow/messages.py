@@ -37,16 +37,18 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 class Item(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """A value on an edge. `body` is its msgpack form; its buffers lie in `block`, or in `inline` where they are small.
 
-    Where the msgpack form itself is large, it is the first `body_length` bytes of `block`, and `body` is empty.
+    Where the msgpack form itself is large, it is the first `body_length` bytes of `block`, and `body` is nil. `loans`
+    are the blocks of buffers that were allocated in shared memory and lie there still.
     """
 
     edge: int
     request: int
     seq: int
-    body: bytes
-    inline: bytes
-    block: Block | None
+    body: msgspec.Raw
+    inline: bytes = b""
+    block: Block | None = None
     body_length: int = 0
+    loans: tuple[Block, ...] = ()
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag=3):

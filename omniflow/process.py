@@ -38,7 +38,7 @@ def host_main(spec: HostSpec, connection: socket.socket, parent: int, log_level:
 
 
 async def _serve(spec: HostSpec, connection: socket.socket) -> bool:
-    memory = SharedMemory(spec.shm_bytes)
+    memory = SharedMemory(spec.shm_bytes, spec.hot_window_s)
     host = Host(spec)
     types = {edge.id: edge.type for edge in spec.edges}
 

@@ -83,9 +83,9 @@ async def replay(
             async with reply:
                 async for _ in reply:
                     pass
-            await runtime.drain()  # hosts tell what left them when they have closed the request
         except RequestError as error:
             refused = error
+        await runtime.drain()  # hosts tell what left them when they have closed the request
     if not found:
         raise RecordingError(f"the request was refused: {refused}")
     return found[0]

@@ -38,7 +38,7 @@ from omniflow.errors import (
     error_from_info,
 )
 from omniflow.graph import nearest, route, type_name
-from omniflow.host import Host, host_spec
+from omniflow.host import Host, host_spec, hot_window_s
 from omniflow.inputs import KeptInputs
 from omniflow.media import Options
 from omniflow.messages import (
@@ -123,7 +123,7 @@ class Runtime:
         self._plans: dict[tuple[str, tuple[str, ...]], RequestPlan] = {}
         self._edges = {edge.id: edge for edge in plan.edges}
         self._dropped = {edge.id: 0 for edge in plan.edges if edge.policy == "drop_oldest"}
-        self._memory = SharedMemory(self.config.shm_bytes)
+        self._memory = SharedMemory(self.config.shm_bytes, hot_window_s(plan, self.config))
         self._recorder = recorder
         self._observe = recorder.observe if recorder else None
         self._supervisor = Supervisor(plan, self.config, self, self, self._memory, self._observe)

@@ -24,7 +24,7 @@ import multiprocess.forkserver
 
 from omniflow.config import RuntimeConfig
 from omniflow.errors import StartError
-from omniflow.host import host_spec
+from omniflow.host import host_spec, hot_window_s
 from omniflow.messages import Beat, Connect, HostFailed, HostReady, Message, Shutdown, StageReady
 from omniflow.observer import Observe
 from omniflow.planner.plan import FRONT, Plan, PlannedHost
@@ -173,6 +173,7 @@ class Supervisor:
             shm_bytes=config.shm_bytes,
             beat_s=min(config.hang_s, config.step_s) / 10,
             observe=self._observe,
+            hot_window_s=hot_window_s(self._plan, config),
         )
         parent = os.getpid() if host.start_method == "spawn" else 0
         arguments = (spec, connection, parent, log.getEffectiveLevel())

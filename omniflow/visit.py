@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import anyio
@@ -22,32 +22,98 @@ _FAIR = 32
 """A stage that never has to wait for credit yields to the event loop after so many items."""
 
 
-class StageRoute(msgspec.Struct, frozen=True):
-    """How one stage is wired for one kind of request: edge numbers by port."""
+class StageRoute:
+    """How one stage is wired for one kind of request: edge numbers by port, and what follows from them.
 
-    stage: str
-    ports: Ports
-    inputs: dict[str, int]
-    outputs: dict[str, tuple[int, ...]]
-    refusals: dict[str, str]
+    `follow` is the stage that runs next in the same task, because the value of this one is all that it takes and all
+    that this one gives: between the two there is no message, no mailbox and no turn of the event loop.
+    """
+
+    __slots__ = (
+        "absent", "emits", "follow", "inputs", "missing", "outputs", "ports", "refusals", "stage", "stream_edges",
+        "streams",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        stage: str,
+        ports: Ports,
+        inputs: dict[str, int],
+        outputs: dict[str, tuple[int, ...]],
+        refusals: dict[str, str],
+    ) -> None:
+        self.stage = stage
+        self.ports = ports
+        self.inputs = inputs
+        self.outputs = outputs
+        self.refusals = refusals
+        self.follow: StageRoute | None = None
+        self.absent = {port.name: None for port in ports.inputs if port.name not in inputs}
+        self.missing = [port.name for port in ports.inputs if port.kind == "value" and port.name in inputs]
+        self.streams = [(p.name, inputs[p.name]) for p in ports.inputs if p.kind == "stream" and p.name in inputs]
+        self.emits = [port for port in ports.outputs if port.kind == "stream"]
+        self.stream_edges = [edge for port in self.emits for edge in outputs[port.name]]
+
+    @property
+    def only_output(self) -> int | None:
+        """The edge of a value that this stage gives for certain, to one reader, and nothing else."""
+        if self.ports.split or len(self.ports.outputs) != 1 or self.refusals:
+            return None
+        (port,) = self.ports.outputs
+        edges = self.outputs[port.name]
+        return edges[0] if port.kind == "value" and not port.optional and len(edges) == 1 else None
+
+    @property
+    def only_input(self) -> str | None:
+        """The port of a value that this stage needs, where that is all that it takes."""
+        ports = self.ports.inputs
+        return ports[0].name if len(ports) == 1 and self.missing and not ports[0].optional else None
+
+
+def in_rows(routes: dict[str, StageRoute], targets: Mapping[int, str]) -> list[StageRoute]:
+    """Let each stage be followed by the one that only waits for it; gives the stages that follow none.
+
+    `targets` says which stage reads an edge; stages that are not in `routes` run in other hosts.
+    """
+    following = set()
+    for route in routes.values():
+        edge = route.only_output
+        reader = routes.get(targets[edge]) if edge is not None else None
+        if reader is not None and reader.only_input is not None:
+            route.follow = reader
+            following.add(reader.stage)
+    return [route for name, route in routes.items() if name not in following]
 
 
 class Run:
-    """One stage of one request: the values that have arrived, the streams, and whether it has started."""
+    """One stage of one request, or a row of them: the values that have arrived, the streams, whether it has started."""
 
-    __slots__ = ("missing", "route", "started", "streams", "values")
+    __slots__ = ("head", "missing", "route", "started", "streams", "values")
 
     def __init__(self, route: StageRoute) -> None:
+        self.head = route.stage
+        """The first stage of the row: the one that values arrive for."""
         self.route = route
-        self.values: dict[str, Any] = {}
+        """The stage that runs now, or is to run."""
+        self.values: dict[str, Any] = dict(route.absent)
         self.streams: dict[str, Mailbox[Any]] = {}
-        self.missing: set[str] = set()
+        self.missing = set(route.missing)
         self.started = False
 
-    @property
-    def waiting_port(self) -> str | None:
-        """A port that this stage still waits for; None once it runs."""
-        return None if self.started else min(self.missing or self.streams, default=None)
+    def follow(self, route: StageRoute, value: Any) -> None:
+        """The next stage of the row takes the value of the last one."""
+        self.route = route
+        self.values = {route.missing[0]: value}
+        self.streams = {}
+
+    def unfinished(self) -> Iterator[Waiting]:
+        """What the stages of the row are doing: one runs or waits for a port, the later ones wait for it."""
+        port = None if self.started else min(self.missing or self.streams, default=None)
+        yield Waiting(self.route.stage, port)
+        later = self.route.follow
+        while later is not None:
+            yield Waiting(later.stage, later.missing[0])
+            later = later.follow
 
 
 class Visit:
@@ -71,7 +137,7 @@ class Visit:
         if self.over:
             return
         self.over = True
-        self.unfinished = tuple(Waiting(name, run.waiting_port) for name, run in self.runs.items())
+        self.unfinished = tuple(waiting for run in self.runs.values() for waiting in run.unfinished())
         for scope in list(self.scopes):
             scope.cancel()
 

@@ -306,8 +306,8 @@ class Stuck:
     def send_item(self, *item: Any) -> None:
         self._link.send_item(*item)
 
-    def statistics(self) -> Any:
-        return self._link.statistics()._replace(backlog=0 if self.free.is_set() else 1)
+    def push(self) -> bool:
+        return self.free.is_set()
 
     async def flushed(self) -> None:
         await self.free.wait()

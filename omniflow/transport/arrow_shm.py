@@ -1,8 +1,12 @@
 """Arrow shared memory: values between processes of one node, one copy in, none out.
 
 Messages travel over a Unix seqpacket socket (order, boundaries, descriptors and end-of-file in one object). A value's
-buffers lie in a block of the sender's slabs; the receiver gets read-only views, and when the last of them dies the
+buffers lie in blocks of the sender's slabs; the receiver gets read-only views, and when the last of them dies the
 block returns. What is small rides in the message itself.
+
+A datagram is one or more messages. The first message of a turn of the event loop leaves at once; what follows in the
+same turn leaves together at its end, and what waits for a slow peer leaves in datagrams as large as may be: a system
+call and a wake-up cost more than ten messages.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import asyncio
 import mmap
 import os
 import socket
-import weakref
+import time
 from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
@@ -22,7 +26,9 @@ import numpy as np
 from omniflow.errors import ProtocolError
 from omniflow.messages import Block, Item, Message, Release, SlabClosed, SlabOpened
 from omniflow.transport.base import Link, LinkStatistics, Receiver
-from omniflow.transport.codec import ALIGNMENT, Encoded, Region, decoder_for, encode
+from omniflow.transport.codec import ALIGNMENT, Encoded, Encoder, Loan, Region, decoder_for
+from omniflow.transport.deaths import Deaths, Key
+from omniflow.transport.hot_window import HotWindow
 from omniflow.transport.slabs import SlabPool
 
 # A copy into the datagram and out of it again beats a block and its release below about 8 KB.
@@ -30,13 +36,21 @@ _INLINE_BYTES = 8 * 1024
 _BODY_BYTES = 32 * 1024
 _DATAGRAM_BYTES = 128 * 1024
 _LARGEST_INLINE_BYTES = 96 * 1024
+_FULL_BYTES = 64 * 1024
+"""Messages that wait are sent once they fill so much of a datagram."""
+_HELD_BYTES = 256 * 1024
+"""What may wait for a slow peer before senders of values wait with it."""
+_HELD_S = 100e-6
+"""A turn of the loop that lasts longer holds nothing back."""
 _RELEASES = 1024
 """Blocks that one message gives back; it must fit into a datagram."""
-_DRAIN = 64
-"""Datagrams delivered before other work of the event loop gets a turn."""
+_DRAIN = 256
+"""Messages delivered before other work of the event loop gets a turn."""
+_ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)
+_NIL = msgspec.Raw(b"\xc0")
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder = msgspec.msgpack.Decoder(list[Message])
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -45,11 +59,15 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class SharedMemory:
-    """The slabs of this process, and the links that must hear of changes. One for each host."""
+    """The slabs of this process, and the links that must hear of changes. One for each host.
 
-    def __init__(self, limit_bytes: int) -> None:
+    `hot_window_s` is how long the event loop looks for more after traffic on any link before it sleeps; 0: not at all.
+    """
+
+    def __init__(self, limit_bytes: int, hot_window_s: float = 0.0) -> None:
         self.links: set[ArrowShmLink] = set()
         self.pool = SlabPool(limit_bytes, self._tell_dropped)
+        self.hot_window = HotWindow(hot_window_s)
 
     def _tell_dropped(self, slab: int) -> None:
         for link in self.links:
@@ -84,80 +102,118 @@ class ArrowShmLink(Link):
         self._types = types
         self._keeps_views = keeps_views
         self._loop = asyncio.get_running_loop()
+        self._encoder = Encoder(memory.pool.find)
         self._buffer = bytearray(_DATAGRAM_BYTES)
         self._view = memoryview(self._buffer)
-        self._backlog: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._queue: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._queued_bytes = 0
+        self._blocked = False
+        self._turn_ends = False
+        self._turn_began = 0.0
         self._room: asyncio.Event = asyncio.Event()
         self._closed = False
         self._sent = 0
         self._received = 0
         self._told: set[int] = set()
-        self._lent: set[tuple[int, int, int]] = set()
+        self._lent: dict[Key, int] = {}
         self._mapped: dict[int, mmap.mmap] = {}
-        self._dead: deque[tuple[int, int, int]] = deque()
-        self._flushing = False
+        self._deaths = Deaths(self._loop, self._release)
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket.fileno(), self.poll)
         memory.links.add(self)
+        memory.pool.serve(self._loop)
+        memory.hot_window.serve(self._loop)
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
-    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        data = _encoder.encode(message)
+    def send(self, message: Message, descriptors: Sequence[int] = (), *, more: bool = False) -> None:
+        data = _encoder.encode((message,))
         if len(data) > _DATAGRAM_BYTES:
-            raise ProtocolError(f"a {type(message).__name__} message of {len(data)} bytes is too large")
-        self._write(data, descriptors)
+            raise ProtocolError(f"a {type(message).__name__} message of {len(data) - 1} bytes is too large")
+        self._write(data, descriptors, more)
 
     def send_item(self, edge: int, request: int, seq: int, value: object) -> Awaitable[None] | None:
-        encoded = encode(value)
-        if not self._backlog:
-            item = self._item(edge, request, seq, encoded, None)
+        if self._closed:
+            return None
+        encoded, loans = self._encoder.encode(value)
+        if self._queued_bytes < _HELD_BYTES:
+            item = self._item(edge, request, seq, encoded, loans, None)
             if item is not None:
-                self.send(item)
+                self._write(_encoder.encode((item,)))
                 return None
-        return self._send_later(edge, request, seq, encoded)
+        return self._send_later(edge, request, seq, encoded, loans)
+
+    def push(self) -> bool:
+        if self._queue and not self._blocked:
+            self._send_queue()
+        return not self._queue
 
     async def flushed(self) -> None:
-        while self._backlog and not self._closed:
+        while not self.push() and not self._closed:
             self._room.clear()
             await self._room.wait()
 
-    async def _send_later(self, edge: int, request: int, seq: int, encoded: Encoded) -> None:
+    def allocate(self, num_bytes: int) -> Region | None:
+        return self._memory.pool.allocate(num_bytes)
+
+    async def _send_later(self, edge: int, request: int, seq: int, encoded: Encoded, loans: Sequence[Loan]) -> None:
         await self.flushed()
-        item = self._item(edge, request, seq, encoded, None)
-        if item is None and not self._closed:
+        if self._closed:
+            return
+        item = self._item(edge, request, seq, encoded, loans, None)
+        if item is None:
             block = await self._memory.pool.take(_block_size(encoded))
             if self._closed:
                 self._memory.pool.give_back(block.slab, block.slot, block.generation)
-            else:
-                item = self._item(edge, request, seq, encoded, block)
+                return
+            item = self._item(edge, request, seq, encoded, loans, block)
         if item is not None:
-            self.send(item)
+            self._write(_encoder.encode((item,)))
 
-    def _item(self, edge: int, request: int, seq: int, encoded: Encoded, block: Block | None) -> Item | None:
+    def _item(
+        self, edge: int, request: int, seq: int, encoded: Encoded, loans: Sequence[Loan], block: Block | None
+    ) -> Item | None:
         """The message for a value, its buffers in place; None where all shared memory is in use."""
         body, parts, size = encoded
         small = size <= _INLINE_BYTES and len(body) <= _BODY_BYTES
-        if block is None and not small and not self._closed:
+        if block is None and not small:
             block = self._memory.pool.try_take(_block_size(encoded))
-        if block is None:
-            # Where a receiver holds all memory, what fits into a message goes on at the price of two more copies.
-            fits = small or size + len(body) <= _LARGEST_INLINE_BYTES
-            return Item(edge, request, seq, body, _joined(parts, size), None) if fits else None
-        slab = self._memory.pool.slab(block.slab)
-        body_length = len(body) if len(body) > _BODY_BYTES else 0
+        lent = tuple(loan.block for loan in loans)
+        if block is not None:
+            body_length = self._fill(block, encoded)
+            item = Item(edge, request, seq, _NIL if body_length else msgspec.Raw(body), b"", block, body_length, lent)
+            self._lend(block)
+        # Where a receiver holds all memory, what fits into a message goes on at the price of two more copies.
+        elif small or size + len(body) <= _LARGEST_INLINE_BYTES:
+            item = Item(edge, request, seq, msgspec.Raw(body), _joined(parts, size) if parts else b"", loans=lent)
+        else:
+            return None
+        for loan in lent:
+            self._memory.pool.hold(loan)
+            self._lend(loan)
+        return item
+
+    def _fill(self, block: Block, encoded: Encoded) -> int:
+        """Copy a value's buffers into a block, after its msgpack form where that is large; gives the length of that."""
+        body, parts, _ = encoded
+        region = self._memory.pool.slab(block.slab).bytes
         start = block.offset
+        body_length = len(body) if len(body) > _BODY_BYTES else 0
         if body_length:
-            slab.bytes[start : start + body_length] = np.frombuffer(body, np.uint8)
+            region[start : start + body_length] = np.frombuffer(body, np.uint8)
             start += _aligned(body_length)
-            body = b""
         for offset, flat in parts:
-            slab.bytes[start + offset : start + offset + flat.nbytes] = flat
+            region[start + offset : start + offset + flat.nbytes] = flat
+        return body_length
+
+    def _lend(self, block: Block) -> None:
+        """The peer is about to hear of a block, and before that of its slab."""
         if block.slab not in self._told:
+            slab = self._memory.pool.slab(block.slab)
             self._told.add(block.slab)
             self.send(SlabOpened(block.slab, slab.size_bytes), (os.dup(slab.descriptor),))
-        self._lent.add((block.slab, block.slot, block.generation))
-        return Item(edge, request, seq, body, b"", block, body_length)
+        key = (block.slab, block.slot, block.generation)
+        self._lent[key] = self._lent.get(key, 0) + 1
 
     def forget_slab(self, slab: int) -> None:
         """Tell the peer that a slab is gone; none of its blocks is lent any more."""
@@ -165,17 +221,66 @@ class ArrowShmLink(Link):
             self._told.remove(slab)
             self.send(SlabClosed(slab))
 
-    def _write(self, data: bytes, descriptors: Sequence[int]) -> None:
-        """Send now, or keep in order until the peer has room. Owns `descriptors`."""
+    def _write(self, data: bytes, descriptors: Sequence[int] = (), more: bool = False) -> None:
+        """Send now, or in order at the end of the loop's turn, or once the peer has room. Owns `descriptors`."""
         if self._closed:
             _close_all(descriptors)
             return
-        if self._backlog or not self._sent_now(data, descriptors):
-            if not self._backlog:
-                self._loop.add_writer(self._socket.fileno(), self._write_backlog)
-            self._backlog.append((data, descriptors))
+        self._queue.append((data, descriptors))
+        self._queued_bytes += len(data)
+        if self._blocked:
+            return
+        held = more or (self._turn_ends and time.monotonic() - self._turn_began < _HELD_S)
+        if not self._turn_ends:
+            self._turn_ends = True
+            self._turn_began = time.monotonic()
+            self._loop.call_soon(self._end_turn)
+        if not held or self._queued_bytes >= _FULL_BYTES:
+            self._send_queue()
+        self._memory.hot_window.touch()
 
-    def _sent_now(self, data: bytes, descriptors: Sequence[int]) -> bool:
+    def _end_turn(self) -> None:
+        self._turn_ends = False
+        self.push()
+
+    def _send_queue(self) -> None:
+        """Send what waits, as many messages a datagram as fit; the rest once the peer has room."""
+        queue = self._queue
+        while queue:
+            count = self._fitting()
+            if not self._sent_now(count):
+                if not self._blocked:
+                    self._blocked = True
+                    self._loop.add_writer(self._socket.fileno(), self._send_queue)
+                return
+            for _ in range(count):
+                self._queued_bytes -= len(queue.popleft()[0])
+            self._sent += count
+        if self._blocked:
+            self._blocked = False
+            self._loop.remove_writer(self._socket.fileno())
+            self._room.set()
+
+    def _fitting(self) -> int:
+        """How many messages at the head of the queue make up one datagram; one with descriptors stands alone."""
+        queue = self._queue
+        if len(queue) == 1 or queue[0][1]:
+            return 1
+        count = size = 0
+        for data, descriptors in queue:
+            size += len(data)
+            if descriptors or (size > _FULL_BYTES and count) or count == _DRAIN:
+                break
+            count += 1
+        return count
+
+    def _sent_now(self, count: int) -> bool:
+        """Send the first `count` messages as one datagram; False where the peer has no room now."""
+        data, descriptors = self._queue[0]
+        if count > 1:
+            # Each message was encoded as a list of one: the same without its first byte, behind a head that counts.
+            rest = [memoryview(self._queue[number][0])[1:] for number in range(count)]
+            data = b"".join((b"\xdc", count.to_bytes(2, "big"), *rest))
         try:
             if descriptors:
                 socket.send_fds(self._socket, [data], list(descriptors))
@@ -185,30 +290,18 @@ class ArrowShmLink(Link):
             return False
         except (BrokenPipeError, ConnectionResetError):
             # The end of file that follows tells the receiver, in order with what the peer sent before it died.
-            _close_all(descriptors)
-            return True
+            pass
         _close_all(descriptors)
-        self._sent += 1
         return True
-
-    def _write_backlog(self) -> None:
-        while self._backlog:
-            data, descriptors = self._backlog[0]
-            if not self._sent_now(data, descriptors):
-                return
-            self._backlog.popleft()
-        self._loop.remove_writer(self._socket.fileno())
-        self._room.set()
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        for _ in range(_DRAIN):
-            if self._closed:
-                return
+        delivered = 0
+        while delivered < _DRAIN and not self._closed:
             try:
                 size, ancillary, _flags, _address = self._socket.recvmsg_into(
-                    [self._buffer], socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
+                    (self._buffer,), _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
                 )
             except (BlockingIOError, InterruptedError):
                 return
@@ -217,8 +310,14 @@ class ArrowShmLink(Link):
             if size == 0:
                 self._lost()
                 return
-            self._received += 1
-            self._deliver(_decoder.decode(self._view[:size]), _descriptors(ancillary))
+            messages = _decoder.decode(self._view[:size])
+            descriptors = _descriptors(ancillary) if ancillary else []
+            delivered += len(messages)
+            self._received += len(messages)
+            self._memory.hot_window.hit()
+            for message in messages:
+                if not self._closed:
+                    self._deliver(message, descriptors)
 
     def _deliver(self, message: Message, descriptors: list[int]) -> None:
         match message:
@@ -226,8 +325,7 @@ class ArrowShmLink(Link):
                 self._deliver_item(message)
             case Release():
                 for key in message.blocks:
-                    self._lent.discard(key)
-                    self._memory.pool.give_back(*key)
+                    self._returned(key)
             case SlabOpened():
                 self._mapped[message.slab] = mmap.mmap(descriptors[0], message.size_bytes, prot=mmap.PROT_READ)
                 _close_all(descriptors)
@@ -237,7 +335,7 @@ class ArrowShmLink(Link):
                 self._receiver.on_message(self, message, descriptors)
 
     def _deliver_item(self, item: Item) -> None:
-        body: bytes | memoryview = item.body
+        body: msgspec.Raw | memoryview = item.body
         region: Region | None = None
         if item.block is not None:
             region = self._lease(item.block)
@@ -246,8 +344,9 @@ class ArrowShmLink(Link):
                 region = region[_aligned(item.body_length) :]
         elif item.inline:
             region = np.frombuffer(item.inline, np.uint8)
+        loans = [self._lease(block) for block in item.loans] if item.loans else ()
         try:
-            value = decoder_for(self._types[item.edge]).decode(body, region)
+            value = decoder_for(self._types[item.edge]).decode(body, region, loans)
         except (msgspec.ValidationError, TypeError) as error:
             failure = ProtocolError(f"the value is not of the type of its port: {error}")
             self._receiver.on_bad_item(self, item.edge, item.request, failure.info())
@@ -257,53 +356,50 @@ class ArrowShmLink(Link):
     def _lease(self, block: Block) -> Region:
         """A view of the peer's block. Views of it keep it alive; when the last has died the block returns."""
         base = np.frombuffer(self._mapped[block.slab], np.uint8, block.length, block.offset)
-        lease = weakref.finalize(base, self._view_died, (block.slab, block.slot, block.generation))
-        lease.atexit = False
-        if self._keeps_views:
-            return base
-        copy = base.copy()
-        copy.flags.writeable = False
-        return copy
+        self._deaths.watch(base, (block.slab, block.slot, block.generation))
+        return base if self._keeps_views else _copied(base)
 
-    def _view_died(self, key: tuple[int, int, int]) -> None:
-        """Runs in whichever thread dropped the last view."""
-        self._dead.append(key)
-        if not self._flushing and not self._loop.is_closed():
-            self._flushing = True
-            self._loop.call_soon_threadsafe(self._release_dead)
+    def _release(self, dead: list[Key]) -> None:
+        """Views of the peer's blocks have died."""
+        for start in range(0, len(dead), _RELEASES):
+            self.send(Release(tuple(dead[start : start + _RELEASES])))
 
-    def _release_dead(self) -> None:
-        self._flushing = False
-        while self._dead:
-            keys = [self._dead.popleft() for _ in range(min(len(self._dead), _RELEASES))]
-            if not self._closed:
-                self.send(Release(tuple(keys)))
+    def _returned(self, key: Key) -> None:
+        """The peer has no view of a block any more (or one view less, where a block was lent twice)."""
+        count = self._lent.pop(key, 0)
+        if count > 1:
+            self._lent[key] = count - 1
+        if count:
+            self._memory.pool.give_back(*key)
 
     # -- closing ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         if self._closed:
             return
+        self._send_queue()
         self._closed = True
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_writer(self._socket.fileno())
         self._socket.close()
         self._memory.links.discard(self)
-        for _, descriptors in self._backlog:
+        for _, descriptors in self._queue:
             _close_all(descriptors)
-        self._backlog.clear()
+        self._queue.clear()
+        self._queued_bytes = 0
         self._room.set()
         self._mapped.clear()
-        lent, self._lent = self._lent, set()
-        for key in lent:
-            self._memory.pool.give_back(*key)
+        lent, self._lent = self._lent, {}
+        for key, count in lent.items():
+            for _ in range(count):
+                self._memory.pool.give_back(*key)
 
     def _lost(self) -> None:
         self.close()
         self._receiver.on_closed(self)
 
     def statistics(self) -> LinkStatistics:
-        return LinkStatistics(self._sent, self._received, len(self._backlog), len(self._lent))
+        return LinkStatistics(self._sent, self._received, len(self._queue), sum(self._lent.values()))
 
 
 def _block_size(encoded: Encoded) -> int:
@@ -314,9 +410,17 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def _copied(region: Region) -> Region:
+    """A read-only copy, 64-byte aligned: a copy to what numpy allocates is up to 12 times slower."""
+    room = np.empty(region.nbytes + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    copy = room[start : start + region.nbytes]
+    copy[:] = region
+    room.flags.writeable = copy.flags.writeable = False
+    return copy
+
+
 def _joined(parts: list[tuple[int, Region]], size: int) -> bytes:
-    if not parts:
-        return b""
     region = bytearray(size)
     for offset, flat in parts:
         region[offset : offset + flat.nbytes] = flat.data

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from omniflow.errors import ErrorInfo
 from omniflow.messages import Message
+from omniflow.transport.codec import Region
 
 
 class Receiver(Protocol):
@@ -46,8 +47,11 @@ class Link(ABC):
     peer: str
 
     @abstractmethod
-    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a control message; never waits. Sending on a closed link does nothing: `on_closed` has told so."""
+    def send(self, message: Message, descriptors: Sequence[int] = (), *, more: bool = False) -> None:
+        """Send a control message; never waits. Sending on a closed link does nothing: `on_closed` has told so.
+
+        `more`: another message follows at once, so the two may travel together.
+        """
 
     @abstractmethod
     def send_item(self, edge: int, request: int, seq: int, value: object) -> Awaitable[None] | None:
@@ -57,8 +61,19 @@ class Link(ABC):
         """
 
     @abstractmethod
+    def allocate(self, num_bytes: int) -> Region | None:
+        """Writable memory whose contents the peer can read where it lies, so that sending it copies nothing.
+
+        None where there is none (left), or no need of it. May be called from any thread.
+        """
+
+    @abstractmethod
     def poll(self) -> None:
         """Deliver what has arrived already, now, instead of in the loop's next turn."""
+
+    @abstractmethod
+    def push(self) -> bool:
+        """Send what a link may hold back for a moment to send it together; False where the peer has no room for all."""
 
     @abstractmethod
     async def flushed(self) -> None:

@@ -1,8 +1,9 @@
 """Values to bytes and back: msgpack for the Struct, Arrow layout for its buffers.
 
-The msgpack form holds, for every numpy array, torch tensor and Arrow record batch, only (kind, dtype, shape, offset);
-the buffers lie in one region, each 64-byte aligned as Arrow lays them out, so the receiver's numpy, torch (DLPack)
-and pyarrow views are zero-copy. Alignment alone is worth 12x in copy speed on machines with slow `rep movsb`.
+The msgpack form holds, for every numpy array, torch tensor and Arrow record batch, only (kind, dtype, shape, offset,
+region). Buffers are copied to one region, each 64-byte aligned as Arrow lays them out, or stay where they were
+allocated in shared memory; the receiver's numpy, torch (DLPack) and pyarrow views are zero-copy. Alignment alone is
+worth 12x in copy speed on machines with slow `rep movsb`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -17,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omniflow.errors import ProtocolError
+from omniflow.messages import Block
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,42 +38,70 @@ class Encoded(NamedTuple):
     size: int
 
 
-class _Encoding:
-    """The buffers of the one value that is being encoded."""
+class Loan(NamedTuple):
+    """A buffer of a value that need not be copied, because it was allocated in a block of the sender's memory."""
 
-    def __init__(self) -> None:
-        self.parts: list[tuple[int, Region]] = []
-        self.size = 0
+    block: Block
+    flat: Region
 
-    def run(self, value: object, order: Literal["deterministic"] | None) -> Encoded:
-        # An encoder kept here would make a cycle, which holds the value until the garbage collector comes by.
-        body = msgspec.msgpack.encode(value, enc_hook=self._place, order=order)
-        return Encoded(body, self.parts, self.size)
 
-    def _place(self, value: Any) -> tuple[int, str, tuple[int, ...], int]:
+FindBlock = Callable[[Region], "tuple[Block, int] | None"]
+"""The block of shared memory that a buffer was allocated in, and where in it the buffer begins; None for any other."""
+
+
+class Encoder:
+    """Encodes one value after the other. Buffers that `find_block` knows are named, not copied."""
+
+    def __init__(self, find_block: FindBlock | None = None, order: Literal["deterministic"] | None = None) -> None:
+        self._find_block = find_block
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._place, order=order)
+        self._parts: list[tuple[int, Region]] = []
+        self._loans: list[Loan] = []
+        self._size = 0
+
+    def encode(self, value: object) -> tuple[Encoded, Sequence[Loan]]:
+        """Raises ProtocolError where a part of `value` has no wire form. Buffers are not copied yet."""
+        try:
+            body = self._encoder.encode(value)
+            if not self._parts and not self._loans:
+                return Encoded(body, [], 0), ()
+            return Encoded(body, self._parts, self._size), self._loans
+        except (TypeError, OverflowError, UnicodeEncodeError) as error:
+            raise ProtocolError(f"{type(value).__name__} cannot travel between processes: {error}") from None
+        finally:
+            # A value may itself be a view that holds a block: nothing of it stays here.
+            if self._parts or self._loans:
+                self._parts, self._loans, self._size = [], [], 0
+
+    def _place(self, value: Any) -> tuple[int, str, tuple[int, ...], int, int]:
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject or value.dtype.names:
                 raise ProtocolError(f"an array of dtype {value.dtype} cannot travel; use numbers")
             flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-            return _NUMPY, value.dtype.str, value.shape, self._add(flat)
+            return _NUMPY, value.dtype.str, value.shape, *self._add(flat)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
             flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return _TORCH, str(value.dtype).removeprefix("torch."), tuple(value.shape), self._add(flat)
+            return _TORCH, str(value.dtype).removeprefix("torch."), tuple(value.shape), *self._add(flat)
         arrow = sys.modules.get("pyarrow")
         if arrow is not None and isinstance(value, arrow.RecordBatch):
             sink = arrow.BufferOutputStream()
             with arrow.ipc.new_stream(sink, value.schema) as writer:
                 writer.write_batch(value)
             flat = np.frombuffer(sink.getvalue(), np.uint8)
-            return _BATCH, "", (flat.nbytes,), self._add(flat)
+            return _BATCH, "", (flat.nbytes,), *self._add(flat)
         raise ProtocolError(f"a value of type {type(value).__name__} cannot travel between processes")
 
-    def _add(self, flat: Region) -> int:
-        offset = self.size
-        self.parts.append((offset, flat))
-        self.size = offset + -(-flat.nbytes // ALIGNMENT) * ALIGNMENT
-        return offset
+    def _add(self, flat: Region) -> tuple[int, int]:
+        """Where the receiver finds a buffer: its offset, and in which region (0: the copied one, then the loans)."""
+        found = self._find_block(flat) if self._find_block is not None and flat.nbytes else None
+        if found is not None:
+            self._loans.append(Loan(found[0], flat))
+            return found[1], len(self._loans)
+        offset = self._size
+        self._parts.append((offset, flat))
+        self._size = offset + -(-flat.nbytes // ALIGNMENT) * ALIGNMENT
+        return offset, 0
 
 
 def encode(value: object, *, order: Literal["deterministic"] | None = None) -> Encoded:
@@ -78,30 +109,32 @@ def encode(value: object, *, order: Literal["deterministic"] | None = None) -> E
 
     With `order="deterministic"` equal dicts and sets give equal bytes, in any process.
     """
-    try:
-        return _Encoding().run(value, order)
-    except (TypeError, OverflowError, UnicodeEncodeError) as error:
-        raise ProtocolError(f"{type(value).__name__} cannot travel between processes: {error}") from None
+    return Encoder(order=order).encode(value)[0]
 
 
 class Decoder:
-    """Rebuilds values of one type; buffers become read-only views of the region they lie in."""
+    """Rebuilds values of one type; buffers become read-only views of the memory they lie in."""
 
     def __init__(self, hint: Any) -> None:
-        self._region: Region | None = None
+        self._regions: Sequence[Region] = ()
         self._decoder = msgspec.msgpack.Decoder(hint, dec_hook=self._rebuild)
 
-    def decode(self, body: bytes | memoryview, region: Region | None) -> Any:
-        """The value. Raises msgspec.ValidationError where `body` is not of the type."""
-        self._region = region
+    def decode(
+        self, body: bytes | memoryview | msgspec.Raw, region: Region | None = None, loans: Sequence[Region] = ()
+    ) -> Any:
+        """The value: its buffers lie in `region`, or in `loans` where they were not copied.
+
+        Raises msgspec.ValidationError where `body` is not of the type.
+        """
+        self._regions = (_NOTHING if region is None else region, *loans)
         try:
             return self._decoder.decode(body)
         finally:
-            self._region = None
+            self._regions = ()
 
     def _rebuild(self, hint: type, wire: list[Any]) -> Any:
-        kind, dtype, shape, offset = wire
-        region = self._region if self._region is not None else np.empty(0, np.uint8)
+        kind, dtype, shape, offset, number = wire
+        region = self._regions[number]
         if kind == _NUMPY:
             itemtype = np.dtype(dtype)
             end = offset + itemtype.itemsize * int(np.prod(shape, dtype=np.int64))
@@ -109,6 +142,9 @@ class Decoder:
         if kind == _TORCH:
             return _tensor(region[offset:], dtype, shape)
         return _record_batch(region[offset : offset + shape[0]])
+
+
+_NOTHING = np.empty(0, np.uint8)
 
 
 @functools.cache

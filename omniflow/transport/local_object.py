@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Sequence
 
 from omniflow.messages import Message
 from omniflow.transport.base import Link, LinkStatistics, Receiver
+from omniflow.transport.codec import Region
 
 
 class LocalObjectLink(Link):
@@ -21,7 +22,7 @@ class LocalObjectLink(Link):
         self._sent = 0
         self._received = 0
 
-    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: Message, descriptors: Sequence[int] = (), *, more: bool = False) -> None:
         other = self._other
         if other is not None:
             self._sent += 1
@@ -36,8 +37,14 @@ class LocalObjectLink(Link):
             other._receiver.on_item(other, edge, request, seq, value)
         return None
 
+    def allocate(self, num_bytes: int) -> Region | None:
+        return None
+
     def poll(self) -> None:
         """Nothing is ever under way."""
+
+    def push(self) -> bool:
+        return True
 
     async def flushed(self) -> None:
         """Nothing is ever under way."""

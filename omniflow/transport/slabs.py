@@ -1,8 +1,8 @@
 """Pooled slabs of shared memory in sealed memfds: nothing has a name, so nothing can be left behind.
 
-The producer owns all bookkeeping: which slots are free, which generation a slot is in. A consumer only maps slabs
-read-only and reports the death of its last view. First touch of fresh shared memory costs 8x a reused page
-(1 against 8 GB/s), so slots are reused, by size class, newest first.
+The producer owns all bookkeeping: which slots are free, who holds the others, which generation a slot is in. A
+consumer only maps slabs read-only and reports the death of its last view. First touch of fresh shared memory costs 8x a
+reused page (1 against 8 GB/s), so slots are reused, by size class, newest first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import fcntl
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -19,6 +20,7 @@ import numpy as np
 from omniflow.errors import ProtocolError
 from omniflow.messages import Block
 from omniflow.transport.codec import Region
+from omniflow.transport.deaths import Deaths
 
 _SMALLEST = 64 * 1024
 _SLAB = 4 * 2**20
@@ -35,12 +37,15 @@ class Slab:
         self.size_bytes = slot_bytes * num_slots
         self.descriptor = os.memfd_create(f"omniflow-slab-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.descriptor, self.size_bytes)
-        self.bytes: Region = np.frombuffer(mmap.mmap(self.descriptor, self.size_bytes), np.uint8)
+        self.memory = mmap.mmap(self.descriptor, self.size_bytes)
+        self.bytes: Region = np.frombuffer(self.memory, np.uint8)
+        self.address = self.bytes.ctypes.data
         # No reader can be hit by SIGBUS through truncation, and none can map it writable.
         fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE)
         self.free = list(range(num_slots))
         self.num_slots = num_slots
         self.generations = [0] * num_slots
+        self.holders = [0] * num_slots
 
     def close(self) -> None:
         """Give the memory back once the last reader has unmapped it."""
@@ -48,7 +53,10 @@ class Slab:
 
 
 class SlabPool:
-    """All slabs of one producer process, at most `limit_bytes`. `on_dropped` hears of slabs that were given back."""
+    """All slabs of one producer process, at most `limit_bytes`. `on_dropped` hears of slabs that were given back.
+
+    Belongs to the thread of the event loop; only `allocate` may be called from others.
+    """
 
     def __init__(self, limit_bytes: int, on_dropped: Callable[[int], None]) -> None:
         self.limit_bytes = limit_bytes // mmap.PAGESIZE * mmap.PAGESIZE
@@ -56,6 +64,14 @@ class SlabPool:
         self._slabs: dict[int, Slab] = {}
         self._count = 0
         self._waiters: deque[tuple[int, asyncio.Future[Block]]] = deque()
+        self._lock = threading.Lock()
+        self._loans: dict[tuple[int, int], Block] = {}
+        self._deaths: Deaths | None = None
+
+    def serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on memory may be allocated; `loop` runs in this thread."""
+        if self._deaths is None:
+            self._deaths = Deaths(loop, self._give_back_all)
 
     @property
     def total_bytes(self) -> int:
@@ -64,15 +80,20 @@ class SlabPool:
 
     @property
     def blocks_in_use(self) -> int:
-        """Slots that somebody may still read."""
-        return sum(slab.num_slots - len(slab.free) for slab in self._slabs.values())
+        """Slots that somebody may still read or write."""
+        return sum(slab.num_slots - len(slab.free) for slab in tuple(self._slabs.values()))
 
     def slab(self, number: int) -> Slab:
         """The slab with this number."""
         return self._slabs[number]
 
+    # -- blocks to copy into ---------------------------------------------------------------------------------------
+
     def try_take(self, size: int) -> Block | None:
-        """A block of `size` bytes, or None where all memory is in use. Raises ProtocolError where it can never fit."""
+        """A block of `size` bytes with one holder, or None where all memory is in use.
+
+        Raises ProtocolError where it can never fit.
+        """
         if size > self.limit_bytes:
             raise ProtocolError(
                 f"a value of {size} bytes is larger than the shared memory of its host ({self.limit_bytes} bytes); "
@@ -80,7 +101,8 @@ class SlabPool:
             )
         if self._waiters:
             return None
-        return self._take(size)
+        with self._lock:
+            return self._take(size, self._grow)
 
     async def take(self, size: int) -> Block:
         """A block of `size` bytes; first come, first served."""
@@ -98,14 +120,20 @@ class SlabPool:
                 self.give_back(waiter.result().slab, waiter.result().slot, waiter.result().generation)
             raise
 
+    def hold(self, block: Block) -> None:
+        """One more holder of a block that is in use."""
+        self._slabs[block.slab].holders[block.slot] += 1
+
     def give_back(self, slab: int, slot: int, generation: int) -> None:
-        """A slot is free again; a stale generation or a slab that is gone is ignored."""
+        """One holder less; without any the slot is free. A stale generation or a slab that is gone is ignored."""
         owner = self._slabs.get(slab)
         if owner is None or owner.generations[slot] != generation:
             return
-        owner.generations[slot] += 1
-        owner.free.append(slot)
-        self._serve_waiters()
+        owner.holders[slot] -= 1
+        if owner.holders[slot] == 0:
+            owner.generations[slot] += 1
+            owner.free.append(slot)
+            self._serve_waiters()
 
     def _serve_waiters(self) -> None:
         while self._waiters:
@@ -113,7 +141,8 @@ class SlabPool:
             if waiter.done():
                 self._waiters.popleft()
                 continue
-            block = self._take(size)
+            with self._lock:
+                block = self._take(size, self._grow)
             if block is None:
                 return
             self._waiters.popleft()
@@ -125,29 +154,77 @@ class SlabPool:
             slab.close()
         self._slabs.clear()
 
-    def _take(self, size: int) -> Block | None:
+    # -- blocks to write in place ----------------------------------------------------------------------------------
+
+    def allocate(self, size: int) -> Region | None:
+        """`size` writable bytes of a slab, or None where there is no room; may be called from any thread.
+
+        The array itself holds its block, until the last view of it dies; links to which it was sent hold it, too.
+        """
+        if self._deaths is None or size > self.limit_bytes or self._waiters:
+            return None
+        with self._lock:
+            block = self._take(size, self._new_slab)
+            if block is None:
+                return None
+            region = np.frombuffer(self._slabs[block.slab].memory, np.uint8, size, block.offset)
+            self._loans[block.slab, block.slot] = block
+        self._deaths.watch(region, (block.slab, block.slot, block.generation))
+        return region
+
+    def find(self, flat: Region) -> tuple[Block, int] | None:
+        """The block that a buffer was allocated in, and where in it the buffer begins; None where it was not."""
+        if not self._loans:
+            return None
+        address = flat.ctypes.data
+        for slab in tuple(self._slabs.values()):
+            position = address - slab.address
+            if 0 <= position < slab.size_bytes:
+                slot, offset = divmod(position, slab.slot_bytes)
+                block = self._loans.get((slab.number, slot))
+                return (block, offset) if block is not None else None
+        return None
+
+    def _give_back_all(self, dead: list[tuple[int, int, int]]) -> None:
+        for slab, slot, generation in dead:
+            self._loans.pop((slab, slot), None)
+            self.give_back(slab, slot, generation)
+
+    # -- slabs -----------------------------------------------------------------------------------------------------
+
+    def _take(self, size: int, grow: Callable[[int, int], Slab | None]) -> Block | None:
         wanted = max(_SMALLEST, 1 << (size - 1).bit_length())
-        fitting = [slab for slab in self._slabs.values() if slab.free and slab.slot_bytes == wanted]
-        slab = fitting[-1] if fitting else self._grow(wanted, size)
+        slab = None
+        for one in self._slabs.values():
+            if one.slot_bytes == wanted and one.free:
+                slab = one
+        slab = slab or grow(wanted, size)
         if slab is None:
             return None
         slot = slab.free.pop()
+        slab.holders[slot] = 1
         return Block(slab.number, slot, slab.generations[slot], slot * slab.slot_bytes, size)
 
     def _grow(self, wanted: int, size: int) -> Slab | None:
         """A new slab; else a larger slot that is free; else one in place of slabs that nobody uses."""
+        slab = self._new_slab(wanted, size)
+        if slab is not None:
+            return slab
+        larger = [slab for slab in self._slabs.values() if slab.free and slab.slot_bytes >= size]
+        if larger:
+            return min(larger, key=lambda slab: slab.slot_bytes)
+        slot_bytes = min(wanted, self.limit_bytes)
+        for slab in [slab for slab in self._slabs.values() if len(slab.free) == slab.num_slots]:
+            if self._room() >= slot_bytes:
+                break
+            self._slabs.pop(slab.number).close()
+            self._on_dropped(slab.number)
+        return self._new_slab(wanted, size)
+
+    def _new_slab(self, wanted: int, size: int) -> Slab | None:
         slot_bytes = min(wanted, self.limit_bytes)
         if self._room() < slot_bytes:
-            larger = [slab for slab in self._slabs.values() if slab.free and slab.slot_bytes >= size]
-            if larger:
-                return min(larger, key=lambda slab: slab.slot_bytes)
-            for slab in [slab for slab in self._slabs.values() if len(slab.free) == slab.num_slots]:
-                if self._room() >= slot_bytes:
-                    break
-                self._slabs.pop(slab.number).close()
-                self._on_dropped(slab.number)
-            if self._room() < slot_bytes:
-                return None
+            return None
         self._count += 1
         num_slots = max(1, min(_MAX_SLOTS, _SLAB // slot_bytes, self._room() // slot_bytes))
         self._slabs[self._count] = Slab(self._count, slot_bytes, num_slots)
