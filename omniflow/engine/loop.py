@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import threading
 import time
 from collections import deque
@@ -58,7 +59,8 @@ class Generation(AsyncIterator[EngineOutput]):
     async def __anext__(self) -> EngineOutput:
         while not self._outputs:
             if self._error is not None:
-                raise self._error
+                # A copy: what was raised holds the frames that it passed, and they hold this object.
+                raise copy.copy(self._error) from self._error.__cause__
             if self.finished:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
@@ -176,21 +178,26 @@ class EngineLoop:
                 if self._closing:
                     return
                 commands, self._commands = self._commands, []
-            for command in commands:
-                self._apply(engine, command)
-            self._step_began = time.monotonic()
-            outputs = engine.step()
-            self._step_began = None
-            self.stats = engine.stats()
-            if outputs:
-                self._post(self._deliver, outputs)
+            self._apply(engine, commands)
+            self._step(engine)
 
-    def _apply(self, engine: Engine, command: Command) -> None:
-        try:
-            command.apply(engine)
-        except RequestError as error:
-            engine.abort(command.request_id)
-            self._post(self._refuse, command.request_id, error)
+    def _apply(self, engine: Engine, commands: list[Command]) -> None:
+        """Leaves `commands` empty: while the loop sleeps it must not hold what its last requests were made of."""
+        for command in commands:
+            try:
+                command.apply(engine)
+            except RequestError as error:
+                engine.abort(command.request_id)
+                self._post(self._refuse, command.request_id, error.with_traceback(None))
+        commands.clear()
+
+    def _step(self, engine: Engine) -> None:
+        self._step_began = time.monotonic()
+        outputs = engine.step()
+        self._step_began = None
+        self.stats = engine.stats()
+        if outputs:
+            self._post(self._deliver, outputs)
 
     def _post(self, call: Callable[..., object], *args: object) -> None:
         self._asyncio.call_soon_threadsafe(call, *args)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -229,3 +232,27 @@ async def test_an_id_runs_once() -> None:
         with pytest.raises(ProtocolError, match="runs already"):
             async with loop.generate(request("a", [1])):
                 raise AssertionError("two generations have one id")
+
+
+@pytest.mark.parametrize("ids", [[1], []], ids=["served", "refused"])
+async def test_no_request_outlives_its_generation(ids: list[int]) -> None:
+    """Without the help of the garbage collector, and while the loop sleeps."""
+
+    async def generate(loop: EngineLoop) -> weakref.ref[torch.Tensor]:
+        rows = torch.zeros(1, HIDDEN)
+        asked = EngineRequest(id="a", ids=ids, sampling=Sampling(max_tokens=2), embeds=rows, positions=(0,))
+        with contextlib.suppress(InvalidInputError):
+            async with loop.generate(asked) as outputs:
+                async for _output in outputs:
+                    pass
+        return weakref.ref(rows)
+
+    async with running(CountingEngine) as loop:
+        gc.disable()
+        try:
+            rows = await generate(loop)
+            with anyio.fail_after(5):
+                while rows() is not None:
+                    await anyio.sleep(0.001)
+        finally:
+            gc.enable()
