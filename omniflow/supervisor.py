@@ -134,7 +134,7 @@ class Supervisor:
         child.launched = anyio.Event()
         try:
             await self._start_process(child)
-        except (OSError, EOFError) as error:
+        except OSError as error:
             # The fork server died, or the process before it could be watched: a death like any other.
             if not self._stopping:
                 self._decide(child, "starting", f"its process could not be started: {error}")
@@ -153,9 +153,11 @@ class Supervisor:
                 # A new fork server (the old one may have been killed) must not be tied to the life of a worker thread.
                 multiprocess.forkserver.ensure_running()
                 # Waits until the fork server has imported its modules.
-                await anyio.to_thread.run_sync(process.start)
+                failure = await anyio.to_thread.run_sync(_start, process)
             else:
-                process.start()
+                failure = _start(process)
+            if failure is not None:
+                raise OSError(failure)
             unless_started.callback(_reap, process)
             pidfd = os.pidfd_open(process.pid)
             unless_started.pop_all()
@@ -358,6 +360,17 @@ def _start_forkserver(preload: list[str]) -> None:
     server = multiprocess.forkserver
     server.set_forkserver_preload(preload)
     server.ensure_running()
+
+
+def _start(process: Any) -> str | None:
+    """Start it; gives what went wrong. The error itself would hold half of what was opened for the process, and would
+    be held by the future that brings it out of a thread.
+    """
+    try:
+        process.start()
+    except (OSError, EOFError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _reap(process: Any) -> int | None:

@@ -21,6 +21,7 @@ from ..graphs import fork, perils
 from ..graphs.perils import Task
 from ..graphs.row import Job
 from ..running import CPU, pid_of, running, settled, unstarted, up_again
+from .conftest import rounds
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
 
@@ -108,12 +109,12 @@ async def test_dead_before_anybody_could_watch_it(monkeypatch: pytest.MonkeyPatc
         assert runtime._supervisor.children["hold"].restarts == 4
 
 
-async def test_a_fork_server_that_dies_while_it_starts_a_host() -> None:
+async def test_a_fork_server_that_dies_while_it_starts_a_host(dice: random.Random) -> None:
     """All hosts are its children and die with it; all are started again by a new one."""
     async with running(perils.build(), CPU) as runtime:
-        for number in range(3):
+        for number in range(rounds(4)):
             await kill(runtime, "hold")
-            await anyio.sleep(0.002 * number)
+            await anyio.sleep(dice.random() * 0.02)
             os.kill(multiprocess.forkserver._forkserver._forkserver_pid, signal.SIGKILL)
             await until(runtime, lambda: min(s.restarts for s in runtime.status().stages) > number)  # noqa: B023
             assert (await ask(runtime, "task", Task()))["numbers"] == [0]

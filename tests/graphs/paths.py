@@ -5,6 +5,7 @@ Beside each of the four stages stands one that looks into their host: what it st
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -21,6 +22,8 @@ from omniflow.transport.arrow_shm import ArrowShmLink
 
 SIDES = ("left", "right")
 HOSTS = ("left_talk", "left_pass", "right_talk", "right_pass")
+OF_REQUESTS = ("_run_stage", "_close_when_sent")
+"""Tasks of a host that belong to a request."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -86,7 +89,7 @@ def held() -> Held:
     return Held(
         visits=host.num_open - 1,
         early=len(host._early),
-        tasks=len(host._tasks._tasks) - 1 if host._tasks is not None else 0,  # type: ignore[attr-defined]
+        tasks=sum(each.get_coro().__name__ in OF_REQUESTS for each in asyncio.all_tasks()) - 1,  # type: ignore[union-attr]
         blocks=links[0]._memory.pool.blocks_in_use,
         lent=sum(each.blocks_held for each in statistics),
         backlog=sum(each.backlog for each in statistics),
