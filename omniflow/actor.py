@@ -31,6 +31,7 @@ import msgspec
 
 from omniflow.errors import GraphError
 from omniflow.media import Options
+from omniflow.turns import Turns
 from omniflow.weights import Weights
 
 T = TypeVar("T")
@@ -140,11 +141,12 @@ class Actor:
         """Give back what `setup` took; called once, after the last `run`."""
 
     async def offload(self, call: Callable[..., R], *args: Any) -> R:
-        """Run blocking compute in a thread, one call at a time for this actor, first come first served.
+        """Run blocking compute in a thread, one call at a time for this actor.
 
-        A cancelled caller still waits for its own call to end, so a step must be short (< 100 ms).
+        A `run` that has sent nothing yet goes before those that have; nobody starves (omniflow/turns.py). A cancelled
+        caller still waits for its own call to end, so a step must be short (< 100 ms).
         """
-        async with self._one_at_a_time:
+        async with self._turns.turn():
             self._step_began = time.monotonic()
             try:
                 outcome = await anyio.to_thread.run_sync(_outcome, call, args)
@@ -164,8 +166,8 @@ class Actor:
         return time.monotonic() - self._step_began if self._step_began is not None else 0.0
 
     @functools.cached_property
-    def _one_at_a_time(self) -> anyio.CapacityLimiter:
-        return anyio.CapacityLimiter(1)
+    def _turns(self) -> Turns:
+        return Turns()
 
 
 class _Raised(NamedTuple):

@@ -53,6 +53,7 @@ from omniflow.observer import Given, Observe, Observer
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge
 from omniflow.transport.base import Link
 from omniflow.transport.local_object import loopback
+from omniflow.turns import progress
 from omniflow.visit import EdgeFull, PortEmit, Reader, Run, StageRoute, Visit, in_rows, refuse_wrong_type, results_of
 
 log = logging.getLogger("omniflow.host")
@@ -405,6 +406,7 @@ class Host:
         """A row of `Actor.run` for one request: the only place that catches what actor code raises."""
         scope = anyio.CancelScope()
         visit.scopes.add(scope)
+        progress.set(run.progress)
         try:
             with scope:
                 if visit.over:
@@ -441,7 +443,9 @@ class Host:
         for port in run.route.emits:
             readers = {edge: self._reader(visit, edge) for edge in run.route.outputs[port.name]}
             refusal = run.route.refusals.get(port.name)
-            arguments[port.name] = PortEmit(run.route.stage, port, visit.request, self._send_item, readers, refusal)
+            arguments[port.name] = PortEmit(
+                run.route.stage, port, visit.request, self._send_item, readers, refusal, run.progress
+            )
         if run.route.ports.context is not None:
             arguments[run.route.ports.context] = visit.context
         return arguments

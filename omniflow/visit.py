@@ -15,6 +15,7 @@ from omniflow.errors import EdgeFullError, ProtocolError, UnsupportedError
 from omniflow.graph import type_name
 from omniflow.mailbox import Credits, Mailbox
 from omniflow.messages import Closed, Waiting
+from omniflow.turns import Progress
 
 SendItem = Callable[[int, int, int, object], Awaitable[None] | None]
 """(edge, request, seq, value): the host's way out to whichever link the edge has."""
@@ -88,7 +89,7 @@ def in_rows(routes: dict[str, StageRoute], targets: Mapping[int, str]) -> list[S
 class Run:
     """One stage of one request, or a row of them: the values that have arrived, the streams, whether it has started."""
 
-    __slots__ = ("head", "missing", "route", "started", "streams", "values")
+    __slots__ = ("head", "missing", "progress", "route", "started", "streams", "values")
 
     def __init__(self, route: StageRoute) -> None:
         self.head = route.stage
@@ -99,6 +100,7 @@ class Run:
         self.streams: dict[str, Mailbox[Any]] = {}
         self.missing = set(route.missing)
         self.started = False
+        self.progress = Progress()
 
     def follow(self, route: StageRoute, value: Any) -> None:
         """The next stage of the row takes the value of the last one."""
@@ -179,7 +181,7 @@ class EdgeFull(NamedTuple):
 class PortEmit(Emit[Any]):
     """The sending end of one stream port of one run, to each edge that reads it."""
 
-    __slots__ = ("_num_sent", "_port", "_readers", "_refusal", "_request", "_send", "_stage", "_turn")
+    __slots__ = ("_num_sent", "_port", "_progress", "_readers", "_refusal", "_request", "_send", "_stage", "_turn")
 
     def __init__(
         self,
@@ -189,6 +191,7 @@ class PortEmit(Emit[Any]):
         send: SendItem,
         readers: dict[int, Reader],
         refusal: str | None,
+        progress: Progress,
     ) -> None:
         self._stage = stage
         self._port = port
@@ -196,6 +199,7 @@ class PortEmit(Emit[Any]):
         self._send = send
         self._readers = readers
         self._refusal = refusal
+        self._progress = progress
         self._num_sent = 0
         self._turn = asyncio.Lock()
 
@@ -214,6 +218,7 @@ class PortEmit(Emit[Any]):
                 await anyio.lowlevel.checkpoint()
             for edge, reader in self._readers.items():
                 await self._send_to(edge, reader, value)
+            self._progress.has_sent = True
 
     async def _send_to(self, edge: int, reader: Reader, value: Any) -> None:
         if reader.if_full is not None and reader.credits.exhausted:
