@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -22,6 +23,15 @@ def rounds(otherwise: int) -> int:
 def dice() -> Iterator[random.Random]:
     print(f"CHAOS_SEED={SEED}")  # pytest shows it where the test fails
     yield random.Random(SEED)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Whatever is in a reference cycle stays, and is seen."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
