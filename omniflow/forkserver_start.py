@@ -7,8 +7,9 @@ of them keeps the fork server's life line open.
 import os
 import signal
 
-from omniflow.prctl import die_with_parent
+from omniflow.prctl import PARENT, die_with_parent
 
-die_with_parent(os.getppid())
+# The supervisor says whose child this is: were that dead already, the parent of this process would be another one.
+die_with_parent(int(os.environ.pop(PARENT, "") or os.getppid()))
 # A SIGTERM for the whole process group is the runtime's to act on: it drains, with its hosts alive.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

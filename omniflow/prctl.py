@@ -8,6 +8,8 @@ import signal
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+PARENT = "OMNIFLOW_PARENT_PID"
+"""In the environment of the fork server: the process that starts it."""
 
 
 def die_with_parent(parent: int) -> None:

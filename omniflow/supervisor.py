@@ -28,6 +28,7 @@ from omniflow.host import host_spec, hot_window_s
 from omniflow.messages import Beat, Connect, HostFailed, HostReady, Message, Shutdown, StageReady
 from omniflow.observer import Observe
 from omniflow.planner.plan import FRONT, Plan, PlannedHost
+from omniflow.prctl import PARENT
 from omniflow.process import host_main
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 from omniflow.transport.base import Link, Receiver
@@ -151,7 +152,7 @@ class Supervisor:
             process = self._process_of(child.host, theirs)
             if child.host.start_method == "forkserver":
                 # A new fork server (the old one may have been killed) must not be tied to the life of a worker thread.
-                multiprocess.forkserver.ensure_running()
+                _ensure_forkserver()
                 # Waits until the fork server has imported its modules.
                 failure = await anyio.to_thread.run_sync(_start, process)
             else:
@@ -357,9 +358,16 @@ def _importable(module: str) -> bool:
 
 def _start_forkserver(preload: list[str]) -> None:
     """Start the fork server from this thread: it dies with the thread that started it (see prctl.py)."""
-    server = multiprocess.forkserver
-    server.set_forkserver_preload(preload)
-    server.ensure_running()
+    multiprocess.forkserver.set_forkserver_preload(preload)
+    _ensure_forkserver()
+
+
+def _ensure_forkserver() -> None:
+    os.environ[PARENT] = str(os.getpid())
+    try:
+        multiprocess.forkserver.ensure_running()
+    finally:
+        del os.environ[PARENT]
 
 
 def _start(process: Any) -> str | None:
