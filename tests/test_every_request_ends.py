@@ -7,6 +7,9 @@ what each stage does with it.
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from typing import Any
 
 import anyio
@@ -28,6 +31,8 @@ from .running import CPU, INLINE, settled
 SHORT_S, LONG_S = 0.05, 30.0
 HARMLESS = ["", "skip", "end early", "emit many", "emit nothing", "yield"]
 HARMFUL = ["raise", "sleep", "wrong type", "wrong item"]
+DEADLY = ["kill", "exit", "block"]
+"""For stages that run in a process of their own: tests/chaos."""
 
 
 class Value(msgspec.Struct, frozen=True):
@@ -50,6 +55,12 @@ class Scripted(Actor):
             case "yield":
                 for _ in range(7):
                     await anyio.sleep(0)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                os._exit(7)
+            case "block":
+                block_the_event_loop()
         if do != "end early":
             for stream in streams:
                 async for _value in stream:
@@ -60,6 +71,10 @@ class Scripted(Actor):
         if do == "wrong type":
             return "no value"
         return None if do == "skip" and skips else Value(1)
+
+
+def block_the_event_loop() -> None:
+    time.sleep(60)
 
 
 class Result(Scripted):
