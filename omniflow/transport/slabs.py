@@ -25,6 +25,8 @@ from omniflow.transport.deaths import Deaths
 _SMALLEST = 64 * 1024
 _SLAB = 4 * 2**20
 _MAX_SLOTS = 16
+_LITTLE_LARGER = 4
+"""A slot so many times larger is used as it is; beyond that, fresh memory is cheaper than what would lie idle."""
 _F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1033, 0x2, 0x4, 0x10
 
 
@@ -206,20 +208,15 @@ class SlabPool:
         return Block(slab.number, slot, slab.generations[slot], slot * slab.slot_bytes, size)
 
     def _grow(self, wanted: int, size: int) -> Slab | None:
-        """A new slab; else a larger slot that is free; else one in place of slabs that nobody uses."""
+        """A new slab; else a slot a little larger; else a slab in place of those that nobody uses; else any slot."""
         slab = self._new_slab(wanted, size)
         if slab is not None:
             return slab
-        larger = [slab for slab in self._slabs.values() if slab.free and slab.slot_bytes >= size]
-        if larger:
-            return min(larger, key=lambda slab: slab.slot_bytes)
-        slot_bytes = min(wanted, self.limit_bytes)
-        for slab in [slab for slab in self._slabs.values() if len(slab.free) == slab.num_slots]:
-            if self._room() >= slot_bytes:
-                break
-            self._slabs.pop(slab.number).close()
-            self._on_dropped(slab.number)
-        return self._new_slab(wanted, size)
+        larger = sorted((s for s in self._slabs.values() if s.free and s.slot_bytes >= size), key=_slot_bytes)
+        if larger and larger[0].slot_bytes <= _LITTLE_LARGER * wanted:
+            return larger[0]
+        self._drop_unused(min(wanted, self.limit_bytes))
+        return self._new_slab(wanted, size) or next((slab for slab in larger if slab.number in self._slabs), None)
 
     def _new_slab(self, wanted: int, size: int) -> Slab | None:
         slot_bytes = min(wanted, self.limit_bytes)
@@ -230,5 +227,16 @@ class SlabPool:
         self._slabs[self._count] = Slab(self._count, slot_bytes, num_slots)
         return self._slabs[self._count]
 
+    def _drop_unused(self, room: int) -> None:
+        for slab in [slab for slab in self._slabs.values() if len(slab.free) == slab.num_slots]:
+            if self._room() >= room:
+                return
+            self._slabs.pop(slab.number).close()
+            self._on_dropped(slab.number)
+
     def _room(self) -> int:
         return self.limit_bytes - self.total_bytes
+
+
+def _slot_bytes(slab: Slab) -> int:
+    return slab.slot_bytes

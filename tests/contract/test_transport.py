@@ -555,14 +555,29 @@ async def test_thousands_of_blocks_die_at_once(shm: Ends) -> None:
 
 
 async def test_memory_stays_bounded_over_many_sizes(shm: Ends) -> None:
-    rng = np.random.default_rng(0)
-    for size in rng.integers(9000, 2**20, 60):
+    pool = shm.memory_a.pool
+    sizes = [9000, 70_000, 130_000, 260_000, 520_000, 1_000_000]
+    for size in np.random.default_rng(0).permutation(sizes * 10):
         got = await shm.there(np.full(size, size % 251, np.uint8))
         assert got[-1] == size % 251
-        assert shm.memory_a.pool.total_bytes <= 2**20
+        assert pool.total_bytes <= 2**20
         del got
-    mapped_slabs = len(shm.b._mapped)  # type: ignore[attr-defined]
-    assert mapped_slabs == len(shm.memory_a.pool._slabs)
+    await shm.there(1)
+    assert pool._count > len(pool._slabs), "slabs were dropped for others"
+    assert shm.b._mapped.keys() == pool._slabs.keys()  # type: ignore[attr-defined]
+
+
+async def test_one_large_value_does_not_leave_small_ones_a_single_slot(shm: Ends) -> None:
+    await shm.there(np.zeros(2**20, np.uint8))
+    held = [await shm.there(np.full(FULL, number, np.uint8)) for number in range(EIGHT)]
+    assert [array[0] for array in held] == list(range(EIGHT))
+
+
+async def test_a_slot_a_little_larger_is_used_where_memory_is_short(shm: Ends) -> None:
+    held = [await shm.there(np.zeros(FULL, np.uint8)) for _ in range(EIGHT - 1)]
+    assert (await shm.there(np.ones(50_000, np.uint8)))[0] == 1
+    assert shm.memory_a.pool._count == 1
+    assert len(held) == EIGHT - 1
 
 
 async def test_a_link_with_descriptors_in_its_backlog_closes_them(shm: Ends) -> None:
