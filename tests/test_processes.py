@@ -243,6 +243,24 @@ async def test_a_deadline_names_the_port_of_a_fan_in_that_waited() -> None:
         await settled(runtime)
 
 
+@pytest.mark.parametrize("ends", ["cancel", "deadline"])
+async def test_a_request_that_ends_while_it_waits_for_room_to_enter(ends: str) -> None:
+    """The first of two lines takes all memory of the runtime, and its reader is stopped."""
+    async with running(words.build(), CPU, shm_bytes=2**20) as runtime:
+        shout = pid_of(runtime, "shout")
+        os.kill(shout, signal.SIGSTOP)
+        first = await runtime.submit("line", Line("x" * 600_000), outputs=["num_words"])
+        if ends == "deadline":
+            with pytest.raises(DeadlineError, match="passed while the request waited for room to enter"):
+                await runtime.submit("line", Line("y" * 600_000), deadline_s=0.1)
+        else:
+            with anyio.move_on_after(0.1) as scope:
+                await runtime.submit("line", Line("y" * 600_000))
+            assert scope.cancelled_caught
+        os.kill(shout, signal.SIGCONT)
+        assert await first.collect() == {"num_words": -1}
+
+
 async def test_a_cancel_reaches_every_host() -> None:
     async with running(words.build(), CPU) as runtime:
         replies = [await runtime.submit("line", Line("a hang x?")) for _ in range(5)]
@@ -464,7 +482,7 @@ async def test_deaths_long_ago_do_not_count() -> None:
 )
 async def test_strategies(strategy: Any, restarted: set[str]) -> None:
     restart = Restart(strategy, max_restarts=1, backoff_s=0.01)
-    async with running(row.row("one", "two", "three", restart=restart), CPU) as runtime:
+    async with unstarted(row.row("one", "two", "three", restart=restart), CPU) as runtime:
         before = {stage.name: stage.pid for stage in runtime.status().stages}
         await kill(runtime, "two")
         with anyio.fail_after(10):
@@ -474,10 +492,12 @@ async def test_strategies(strategy: Any, restarted: set[str]) -> None:
         after = {stage.name: stage.pid for stage in runtime.status().stages}
         assert {name for name in after if after[name] != before[name]} == restarted
         assert (await ask(runtime, "job", Job()))["job"].seen == ("one", "two", "three")
-        # Being swept along is no death of one's own: one more is allowed to the others.
+        # Being swept along is no death of one's own: one more is allowed to the others, and a second one is too many.
         await kill(runtime, "three")
         await up_again(runtime)
         assert (await ask(runtime, "job", Job()))["job"].seen == ("one", "two", "three")
+        await kill(runtime, "three")
+        assert str(await runtime.wait_failed()).startswith("stage 'three': died 2 times within 60 s")
 
 
 async def test_a_host_that_cannot_start_again_is_tried_again(tmp_path: Path) -> None:

@@ -483,6 +483,8 @@ async def test_a_cancelled_sender_loses_no_memory_and_blocks_nobody(shm: Ends) -
         tasks.start_soon(shm.send, np.ones(FULL, np.uint8))
         await anyio.wait_all_tasks_blocked()
         held.pop()
+        while shm.memory_a.pool.blocks_in_use == EIGHT:
+            await anyio.sleep(0)
         await anyio.wait_all_tasks_blocked()
         assert not shm.at_b.items
         large.cancel()
