@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import time
 import types
 import typing
@@ -28,6 +29,8 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 import anyio
 import anyio.to_thread
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from omniflow.errors import GraphError
 from omniflow.media import Options
@@ -48,6 +51,20 @@ class Context(msgspec.Struct, frozen=True):
     """Seconds that this request was given in all, from its submission."""
     run_id: str
     """Of fixed length and never used twice: what an engine calls the request (SGLang aborts by id prefix)."""
+    room: Callable[[int], np.ndarray | None] | None = None
+    """Gives `allocate` memory that the stage's readers in other processes can see; None where there are none."""
+
+    def allocate(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> np.ndarray:
+        """An array to fill, of undefined contents, for a value that this `run` gives; callable from `offload`, too.
+
+        Where the stage's readers are in another process, it lies in memory that they read in place: sending it copies
+        nothing, whatever its size. Otherwise, and where that memory is used up, it is a plain array, which is copied as
+        any other. Once a value with it has been sent, nobody writes to it.
+        """
+        kind = np.dtype(dtype)
+        num_bytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * kind.itemsize
+        memory = self.room(num_bytes) if self.room is not None else None
+        return memory.view(kind).reshape(shape) if memory is not None else np.empty(shape, kind)
 
 
 class Stream(AsyncIterator[T], ABC):

@@ -27,7 +27,7 @@ _MOST_DIGESTS = 2**16
 
 def pack(value: object) -> Packed:
     """A value as bytes. Raises ProtocolError where it has no wire form."""
-    body, parts, size = encode(value)
+    body, parts, size, _ = encode(value)
     region = bytearray(size)
     for offset, flat in parts:
         region[offset : offset + flat.nbytes] = flat.data
@@ -79,7 +79,7 @@ def _frames(value: Latents) -> Piece:
 
 
 def _whole(value: object) -> Piece:
-    body, parts, _ = encode(value, order="deterministic")
+    body, parts, _, _ = encode(value, order="deterministic")
     found = hashlib.blake2b(body, digest_size=16)
     for _, flat in parts:
         found.update(flat.data)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import itertools
 import logging
 import time
 import traceback
@@ -275,11 +276,10 @@ class Host:
                 self._fail(visit, ProtocolError(error.message, stage=planned.source))
 
     def on_item(self, link: Link, edge: int, request: int, seq: int, value: object) -> None:
-        if request > self._last_opened:
-            self._hold(request, functools.partial(self.on_item, link, edge, request, seq, value))
-            return
-        visit = self._visit(request)
-        if visit is None:
+        visit = self._visits.get(request)
+        if visit is None or visit.over:
+            if request > self._last_opened:
+                self._hold(request, functools.partial(self.on_item, link, edge, request, seq, value))
             return
         planned = self._edges[edge]
         run = visit.runs.get(planned.target)
@@ -296,7 +296,8 @@ class Host:
                 error.stage = planned.source
                 self._fail(visit, error)
                 return
-        self._start_if_ready(visit, run)
+        if not run.started:
+            self._start_if_ready(visit, run)
 
     def _on_end(self, message: End) -> None:
         visit = self._visit(message.request)
@@ -355,17 +356,15 @@ class Host:
         self._last_opened = message.request
         if self._observer is not None:
             self._observer.opened(message.request)
-        for stage_route in self._route(message.entry, message.outputs):
+        routes = self._route(message.entry, message.outputs)
+        for stage_route in routes:
+            for edge in stage_route.row_edges():
+                visit.credits[edge] = Credits(self._edges[edge].bound)
+        for stage_route in routes:
             run = visit.runs[stage_route.stage] = Run(stage_route)
             for port, edge in stage_route.streams:
-                give = functools.partial(self._give_credit, edge, message.request)
                 planned = self._edges[edge]
-                run.streams[port] = Mailbox(planned.bound, give, planned.policy)
-            step: StageRoute | None = stage_route
-            while step is not None:
-                for edge in step.stream_edges:
-                    visit.credits[edge] = Credits(self._edges[edge].bound)
-                step = step.follow
+                run.streams[port] = Mailbox(planned.bound, self._way_back(visit, edge), planned.policy)
             if not stage_route.inputs:
                 # Everything that could feed it is absent from this profile: nothing will arrive to start it.
                 self._start_if_ready(visit, run)
@@ -441,14 +440,20 @@ class Host:
             return run.values
         arguments = {**run.values, **run.streams}
         for port in run.route.emits:
-            readers = {edge: self._reader(visit, edge) for edge in run.route.outputs[port.name]}
+            readers = [self._reader(visit, edge) for edge in run.route.outputs[port.name]]
             refusal = run.route.refusals.get(port.name)
-            arguments[port.name] = PortEmit(
-                run.route.stage, port, visit.request, self._send_item, readers, refusal, run.progress
-            )
+            arguments[port.name] = PortEmit(run.route.stage, port, visit.request, readers, refusal, run.progress)
         if run.route.ports.context is not None:
-            arguments[run.route.ports.context] = visit.context
+            arguments[run.route.ports.context] = self._context(visit, run.route)
         return arguments
+
+    def _context(self, visit: Visit, route: StageRoute) -> Context:
+        """What a stage may know, with the memory of the first link over which its values leave this host."""
+        for edge in itertools.chain.from_iterable(route.outputs.values()):
+            link = self.links.get(self._edges[edge].target_host)
+            if link is not None and self._edges[edge].transport == "arrow_shm":
+                return msgspec.structs.replace(visit.context, room=link.allocate)
+        return visit.context
 
     def _reader(self, visit: Visit, edge: int) -> Reader:
         planned = self._edges[edge]
@@ -456,7 +461,10 @@ class Host:
         if planned.policy == "fail":
             text = f"stream edge {planned} is full: its reader has not taken the {planned.bound} items under way"
             full = EdgeFull(text, planned.target)
-        return Reader(visit.credits[edge], planned.loop, full)
+        link = self.links.get(planned.target_host)
+        # A link serves the requests that were opened while it was there: after a restart there is another one.
+        send = link.send_item if link is not None and self._observer is None else self._send_item
+        return Reader(edge, send, visit.credits[edge], planned.loop, full)
 
     async def _finish_stage(self, visit: Visit, run: Run, result: Any) -> None:
         """Send what the stage gave, end its streams, and forget it."""
@@ -540,6 +548,11 @@ class Host:
             link.send(message)
             if self._observer is not None:
                 self._observer.told(message)
+
+    def _way_back(self, visit: Visit, edge: int) -> Callable[[int], None]:
+        """How the reader of a stream gives credit to its writer."""
+        writer = visit.credits.get(edge)
+        return writer.give if writer is not None else functools.partial(self._give_credit, edge, visit.request)
 
     def _give_credit(self, edge: int, request: int, count: int) -> None:
         link = self.links.get(self._edges[edge].source_host)

@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-import anyio.lowlevel
-
 from omniflow.errors import ProtocolError
 from omniflow.messages import READER_GONE
 
@@ -41,8 +39,8 @@ class Mailbox(AsyncIterator[T], Generic[T]):
     """The reader's end. One reader; `put`, `end` and `discard` never wait."""
 
     __slots__ = (
-        "_bound", "_drops", "_ended", "_give_credit", "_gone", "_queue", "_received", "_refill", "_taken", "_waiter",
-        "dropped",
+        "_bound", "_drops", "_ended", "_found", "_give_credit", "_gone", "_queue", "_received", "_refill", "_taken",
+        "_waiter", "dropped",
     )  # fmt: skip
 
     def __init__(self, bound: int, give_credit: Callable[[int], None], policy: Policy = "block") -> None:
@@ -57,6 +55,7 @@ class Mailbox(AsyncIterator[T], Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
         self._received = 0
         self._taken = 0
+        self._found = 0
         self._ended = False
         self._gone = False
 
@@ -74,7 +73,8 @@ class Mailbox(AsyncIterator[T], Generic[T]):
         elif len(self._queue) >= self._bound:
             raise ProtocolError(f"more than {self._bound} items are waiting: the writer ignored its credits")
         self._queue.append(value)
-        self._wake()
+        if self._waiter is not None:
+            self._wake()
 
     def end(self, count: int) -> None:
         """No item follows. Raises ProtocolError where items were lost on the way."""
@@ -93,16 +93,21 @@ class Mailbox(AsyncIterator[T], Generic[T]):
             self._give_credit(READER_GONE)
 
     async def __anext__(self) -> T:
+        self._found += 1
+        if self._found == _FAIR:
+            self._found = 0
+            await asyncio.sleep(0)
         while not self._queue:
             if self._ended:
                 raise StopAsyncIteration
+            self._found = 0
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         value = self._queue.popleft()
         if not self._drops:
-            self._count_taken()
-        if (self._received - len(self._queue)) % _FAIR == 0:
-            await anyio.lowlevel.cancel_shielded_checkpoint()
+            self._taken += 1
+            if self._taken >= self._refill:
+                self._give_taken()
         return value
 
     def statistics(self) -> MailboxStatistics:
@@ -113,17 +118,18 @@ class Mailbox(AsyncIterator[T], Generic[T]):
         if len(self._queue) >= self._bound:
             self._queue.popleft()
             self.dropped += 1
-        self._count_taken()
-
-    def _count_taken(self) -> None:
         self._taken += 1
         if self._taken >= self._refill:
-            self._give_credit(self._taken)
-            self._taken = 0
+            self._give_taken()
+
+    def _give_taken(self) -> None:
+        taken, self._taken = self._taken, 0
+        self._give_credit(taken)
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 class Credits:
@@ -148,7 +154,11 @@ class Credits:
         while self._free == 0 and not self.gone:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        if self.gone:
+        return self.try_take()
+
+    def try_take(self) -> int:
+        """As `take`, without waiting: -1 too where there is no credit."""
+        if self._free == 0 or self.gone:
             return -1
         self._free -= 1
         self.seq += 1

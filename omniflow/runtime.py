@@ -120,7 +120,7 @@ class Runtime:
         self._requests: dict[int, Reply] = {}
         self._admission = Admission(self.config.max_in_flight, self.config.max_queued)
         self._inputs = KeptInputs(self.config.replay_bytes)
-        self._plans: dict[tuple[str, tuple[str, ...]], RequestPlan] = {}
+        self._plans: dict[tuple[str, tuple[str, ...] | None], RequestPlan] = {}
         self._edges = {edge.id: edge for edge in plan.edges}
         self._dropped = {edge.id: 0 for edge in plan.edges if edge.policy == "drop_oldest"}
         self._memory = SharedMemory(self.config.shm_bytes, hot_window_s(plan, self.config))
@@ -129,7 +129,7 @@ class Runtime:
         self._supervisor = Supervisor(plan, self.config, self, self, self._memory, self._observe)
         self._inline: dict[str, tuple[Host, Link]] = {}
         self._up: set[str] = set()
-        self._changed = anyio.Event()
+        self._changed: anyio.Event | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -225,11 +225,14 @@ class Runtime:
         self._admission.refuse_all(UnavailableError(f"the runtime is {self.state}", retry_after_s=5.0))
 
     async def _wait_change(self) -> None:
+        if self._changed is None:
+            self._changed = anyio.Event()
         await self._changed.wait()
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -286,7 +289,8 @@ class Runtime:
             )
         opening = Open(reply.number, reply.request_id, plan.entry.source_port, names, options, reply.deadline_s)
         for host in plan.hosts:
-            self._send(host, opening)
+            # The entry's host comes last, and its items follow at once: it need not wake up twice.
+            self._send(host, opening, more=host == plan.entry.target_host)
         if len(items) <= plan.entry.bound:
             await self._enter_items(reply, items)
         elif self._tasks is not None:
@@ -309,22 +313,24 @@ class Runtime:
             self._send(edge.target_host, End(edge.id, number, credits.seq))
 
     def _plan_for(self, entry: str, outputs: Collection[str] | None) -> RequestPlan:
-        inputs = self.plan.inputs
-        if entry not in inputs:
+        key = (entry, None if outputs is None else tuple(sorted(outputs)))
+        found = self._plans.get(key)
+        if found is None:
+            found = self._plans[key] = self._checked_plan(entry, outputs)
+        return found
+
+    def _checked_plan(self, entry: str, outputs: Collection[str] | None) -> RequestPlan:
+        if entry not in self.plan.inputs:
             self._refuse_entry(entry)
         possible = self.plan.outputs_of(entry)
         wanted = tuple(sorted(possible if outputs is None else outputs))
-        found = self._plans.get((entry, wanted))
-        if found is not None:
-            return found
         if not wanted:
             raise InvalidInputError("a request must ask for at least one output")
         for name in wanted:
             if name not in possible:
                 reason = self._absence(name) or f"input {entry!r} cannot give output {name!r}{nearest(name, possible)}"
                 raise UnsupportedError(reason)
-        self._plans[entry, wanted] = found = self._work_out(entry, wanted)
-        return found
+        return self._work_out(entry, wanted)
 
     def _refuse_entry(self, entry: str) -> NoReturn:
         spec = self.plan.graph
@@ -614,10 +620,10 @@ class Runtime:
             return self._inline[host][1]
         return self._supervisor.children[host].link
 
-    def _send(self, host: str, message: Message) -> None:
+    def _send(self, host: str, message: Message, *, more: bool = False) -> None:
         link = self._link(host)
         if link is not None:
-            link.send(message)
+            link.send(message, more=more)
 
     async def _send_item(self, edge: PlannedEdge, request: int, seq: int, value: object) -> None:
         link = self._link(edge.target_host)

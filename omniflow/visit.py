@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import anyio
-import anyio.lowlevel
 import msgspec
 
 from omniflow.actor import Context, Emit, Outputs, Port, Ports
@@ -54,6 +53,12 @@ class StageRoute:
         self.streams = [(p.name, inputs[p.name]) for p in ports.inputs if p.kind == "stream" and p.name in inputs]
         self.emits = [port for port in ports.outputs if port.kind == "stream"]
         self.stream_edges = [edge for port in self.emits for edge in outputs[port.name]]
+
+    def row_edges(self) -> Iterator[int]:
+        """The stream edges that leave this stage, and those that follow it."""
+        yield from self.stream_edges
+        if self.follow is not None:
+            yield from self.follow.row_edges()
 
     @property
     def only_output(self) -> int | None:
@@ -164,6 +169,8 @@ class Visit:
 class Reader(NamedTuple):
     """An edge as its writer sees it."""
 
+    edge: int
+    send: SendItem
     credits: Credits
     loop: int | None
     """The most items that a feedback edge carries."""
@@ -181,61 +188,77 @@ class EdgeFull(NamedTuple):
 class PortEmit(Emit[Any]):
     """The sending end of one stream port of one run, to each edge that reads it."""
 
-    __slots__ = ("_num_sent", "_port", "_progress", "_readers", "_refusal", "_request", "_send", "_stage", "_turn")
+    __slots__ = (
+        "_class", "_num_sent", "_only", "_port", "_progress", "_readers", "_refusal", "_request", "_stage", "_turn"
+    )  # fmt: skip
 
     def __init__(
         self,
         stage: str,
         port: Port,
         request: int,
-        send: SendItem,
-        readers: dict[int, Reader],
+        readers: Sequence[Reader],
         refusal: str | None,
         progress: Progress,
     ) -> None:
         self._stage = stage
         self._port = port
         self._request = request
-        self._send = send
         self._readers = readers
+        self._only = readers[0] if len(readers) == 1 else None
         self._refusal = refusal
         self._progress = progress
+        self._class: type = port.type if isinstance(port.type, type) else type(None)
         self._num_sent = 0
         self._turn = asyncio.Lock()
 
     @property
     def wanted(self) -> bool:
-        return self._refusal is not None or any(not reader.credits.gone for reader in self._readers.values())
+        return self._refusal is not None or any(not reader.credits.gone for reader in self._readers)
 
     async def send(self, value: Any) -> None:
         if self._refusal is not None:
             raise UnsupportedError(self._refusal, stage=self._stage)
-        refuse_wrong_type(self._stage, self._port, value)
+        if not isinstance(value, self._class):
+            refuse_wrong_type(self._stage, self._port, value)
+        self._num_sent += 1
+        if self._num_sent % _FAIR == 0:
+            await asyncio.sleep(0)
+        only = self._only
+        if only is not None and not self._turn.locked() and (seq := only.credits.try_take()) >= 0:
+            # One reader, which has room: most often there is nothing to wait for.
+            pending = self._send_item(only, seq, value)
+            if pending is not None:
+                async with self._turn:
+                    await self._leave(only, pending)
+            self._progress.has_sent = True
+            return
         # Tasks of one `run` that share a port send one after the other, so that numbers and items agree.
         async with self._turn:
-            self._num_sent += 1
-            if self._num_sent % _FAIR == 0:
-                await anyio.lowlevel.checkpoint()
-            for edge, reader in self._readers.items():
-                await self._send_to(edge, reader, value)
+            for reader in self._readers:
+                await self._send_to(reader, value)
             self._progress.has_sent = True
 
-    async def _send_to(self, edge: int, reader: Reader, value: Any) -> None:
+    async def _send_to(self, reader: Reader, value: Any) -> None:
         if reader.if_full is not None and reader.credits.exhausted:
             raise EdgeFullError(reader.if_full.message, stage=reader.if_full.reader)
         seq = await reader.credits.take()
-        if seq < 0:
-            return
+        pending = self._send_item(reader, seq, value) if seq >= 0 else None
+        if pending is not None:
+            await self._leave(reader, pending)
+
+    def _send_item(self, reader: Reader, seq: int, value: Any) -> Awaitable[None] | None:
         if reader.loop is not None and seq >= reader.loop:
             raise ProtocolError(f"feedback port {self._port.name!r} sent more than its bound", stage=self._stage)
-        pending = self._send(edge, self._request, seq, value)
-        if pending is not None:
-            try:
-                await pending
-            except asyncio.CancelledError:
-                # A wait that is cancelled has sent nothing, and `run` may go on after a timeout of its own.
-                reader.credits.untake()
-                raise
+        return reader.send(reader.edge, self._request, seq, value)
+
+    async def _leave(self, reader: Reader, pending: Awaitable[None]) -> None:
+        try:
+            await pending
+        except asyncio.CancelledError:
+            # A wait that is cancelled has sent nothing, and `run` may go on after a timeout of its own.
+            reader.credits.untake()
+            raise
 
 
 def results_of(route: StageRoute, result: Any) -> dict[str, Any]:

@@ -309,5 +309,8 @@ class Stuck:
     def push(self) -> bool:
         return self.free.is_set()
 
+    def allocate(self, num_bytes: int) -> None:
+        """It has no memory."""
+
     async def flushed(self) -> None:
         await self.free.wait()

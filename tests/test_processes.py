@@ -151,8 +151,9 @@ async def test_items_that_overtake_their_open_wait_for_it() -> None:
         count = pid_of(runtime, "count")
         os.kill(count, signal.SIGSTOP)
         replies = []
-        for _ in range(600):
-            replies.append(await runtime.submit("line", Line("a b?"), outputs=["num_words"]))
+        for number in range(600):
+            long = f"{number:02000}"
+            replies.append(await runtime.submit("line", Line("a b?"), outputs=["num_words"], request_id=long))
         await anyio.wait_all_tasks_blocked()
         assert runtime._supervisor.children["count"].link.statistics().backlog > 0  # type: ignore[union-attr]
         os.kill(count, signal.SIGCONT)

@@ -20,6 +20,7 @@ from omniflow.host import Host
 from omniflow.runtime import Runtime as RuntimeClass
 from omniflow.server.app import build_app
 from omniflow.server.speech import create_speech, stream_audio
+from omniflow.transport.local_object import LocalObjectLink
 from omniflow.visit import PortEmit
 
 PAGE = (Path(__file__).parents[1] / "docs/request_path.md").read_text()
@@ -68,7 +69,15 @@ async def test_a_request_goes_through_the_hops_in_order() -> None:
     graph.output(audio=hum)
     here = Cluster("here", cpu_cores=1, memory_bytes=0, single_process=True)
     body = {"model": "hum", "input": "hello", "response_format": "pcm"}
-    hops = [create_speech, RuntimeClass.submit, Host._run_stage, Hum.run, PortEmit.send, Host._send_item, stream_audio]
+    hops = [
+        create_speech,
+        RuntimeClass.submit,
+        Host._run_stage,
+        Hum.run,
+        PortEmit.send,
+        LocalObjectLink.send_item,
+        stream_audio,
+    ]
     async with Runtime(plan(graph.spec(), here)) as runtime:
         transport = httpx.ASGITransport(build_app(runtime, model="hum"))
         async with httpx.AsyncClient(transport=transport, base_url="http://hum") as client:
@@ -77,8 +86,10 @@ async def test_a_request_goes_through_the_hops_in_order() -> None:
     assert reply.status_code == 200
     assert len(reply.content) == 2 * 240 * len("hello")
     # stream_audio is first called while the request is under way, and goes on after the last Emit.send.
-    in_order = ["create_speech", "Runtime.submit", "Host._run_stage", "Hum.run", "PortEmit.send", "Host._send_item"]
-    assert [name for name in seen if name != "stream_audio"] == in_order
+    # The link takes the text to the stage, too.
+    in_order = ["create_speech", "Runtime.submit", "Host._run_stage", "Hum.run", "PortEmit.send"]
+    assert [name for name in seen if name not in ("stream_audio", "LocalObjectLink.send_item")] == in_order
+    assert "LocalObjectLink.send_item" in seen
     assert "stream_audio" in seen and seen.index("stream_audio") > seen.index("Runtime.submit")
     assert [hop.rpartition(".")[2] for hop in HOPS] == [
         "create_speech", "submit", "run", "step", "send", "stream_audio",

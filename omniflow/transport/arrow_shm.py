@@ -12,6 +12,7 @@ call and a wake-up cost more than ten messages.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import mmap
 import os
 import socket
@@ -26,7 +27,7 @@ import numpy as np
 from omniflow.errors import ProtocolError
 from omniflow.messages import Block, Item, Message, Release, SlabClosed, SlabOpened
 from omniflow.transport.base import Link, LinkStatistics, Receiver
-from omniflow.transport.codec import ALIGNMENT, Encoded, Encoder, Loan, Region, decoder_for
+from omniflow.transport.codec import ALIGNMENT, Encoded, Encoder, Region, decoder_for
 from omniflow.transport.deaths import Deaths, Key
 from omniflow.transport.hot_window import HotWindow
 from omniflow.transport.slabs import SlabPool
@@ -41,12 +42,14 @@ _FULL_BYTES = 64 * 1024
 _HELD_BYTES = 256 * 1024
 """What may wait for a slow peer before senders of values wait with it."""
 _HELD_S = 100e-6
-"""A turn of the loop that lasts longer holds nothing back."""
+"""What a turn of the loop holds back leaves after so long all the same, with the message that comes next."""
 _RELEASES = 1024
 """Blocks that one message gives back; it must fit into a datagram."""
 _DRAIN = 256
 """Messages delivered before other work of the event loop gets a turn."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)
+_ONE = b"\x91"
+"""The head of a msgpack list of one: a datagram is a list of messages."""
 _NIL = msgspec.Raw(b"\xc0")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -109,7 +112,7 @@ class ArrowShmLink(Link):
         self._queued_bytes = 0
         self._blocked = False
         self._turn_ends = False
-        self._turn_began = 0.0
+        self._last_sent = 0.0
         self._room: asyncio.Event = asyncio.Event()
         self._closed = False
         self._sent = 0
@@ -127,21 +130,21 @@ class ArrowShmLink(Link):
     # -- sending ---------------------------------------------------------------------------------------------------
 
     def send(self, message: Message, descriptors: Sequence[int] = (), *, more: bool = False) -> None:
-        data = _encoder.encode((message,))
+        data = _encoder.encode(message)
         if len(data) > _DATAGRAM_BYTES:
-            raise ProtocolError(f"a {type(message).__name__} message of {len(data) - 1} bytes is too large")
+            raise ProtocolError(f"a {type(message).__name__} message of {len(data)} bytes is too large")
         self._write(data, descriptors, more)
 
     def send_item(self, edge: int, request: int, seq: int, value: object) -> Awaitable[None] | None:
         if self._closed:
             return None
-        encoded, loans = self._encoder.encode(value)
+        encoded = self._encoder.encode(value)
         if self._queued_bytes < _HELD_BYTES:
-            item = self._item(edge, request, seq, encoded, loans, None)
+            item = self._item(edge, request, seq, encoded, None)
             if item is not None:
-                self._write(_encoder.encode((item,)))
+                self._write(_encoder.encode(item))
                 return None
-        return self._send_later(edge, request, seq, encoded, loans)
+        return self._send_later(edge, request, seq, encoded)
 
     def push(self) -> bool:
         if self._queue and not self._blocked:
@@ -154,27 +157,26 @@ class ArrowShmLink(Link):
             await self._room.wait()
 
     def allocate(self, num_bytes: int) -> Region | None:
-        return self._memory.pool.allocate(num_bytes)
+        # What is small is cheaper to copy into the message.
+        return self._memory.pool.allocate(num_bytes) if num_bytes > _INLINE_BYTES else None
 
-    async def _send_later(self, edge: int, request: int, seq: int, encoded: Encoded, loans: Sequence[Loan]) -> None:
+    async def _send_later(self, edge: int, request: int, seq: int, encoded: Encoded) -> None:
         await self.flushed()
         if self._closed:
             return
-        item = self._item(edge, request, seq, encoded, loans, None)
+        item = self._item(edge, request, seq, encoded, None)
         if item is None:
             block = await self._memory.pool.take(_block_size(encoded))
             if self._closed:
                 self._memory.pool.give_back(block.slab, block.slot, block.generation)
                 return
-            item = self._item(edge, request, seq, encoded, loans, block)
+            item = self._item(edge, request, seq, encoded, block)
         if item is not None:
-            self._write(_encoder.encode((item,)))
+            self._write(_encoder.encode(item))
 
-    def _item(
-        self, edge: int, request: int, seq: int, encoded: Encoded, loans: Sequence[Loan], block: Block | None
-    ) -> Item | None:
+    def _item(self, edge: int, request: int, seq: int, encoded: Encoded, block: Block | None) -> Item | None:
         """The message for a value, its buffers in place; None where all shared memory is in use."""
-        body, parts, size = encoded
+        body, parts, size, loans = encoded
         small = size <= _INLINE_BYTES and len(body) <= _BODY_BYTES
         if block is None and not small:
             block = self._memory.pool.try_take(_block_size(encoded))
@@ -195,7 +197,7 @@ class ArrowShmLink(Link):
 
     def _fill(self, block: Block, encoded: Encoded) -> int:
         """Copy a value's buffers into a block, after its msgpack form where that is large; gives the length of that."""
-        body, parts, _ = encoded
+        body, parts, _, _ = encoded
         region = self._memory.pool.slab(block.slab).bytes
         start = block.offset
         body_length = len(body) if len(body) > _BODY_BYTES else 0
@@ -226,17 +228,18 @@ class ArrowShmLink(Link):
         if self._closed:
             _close_all(descriptors)
             return
-        self._queue.append((data, descriptors))
-        self._queued_bytes += len(data)
-        if self._blocked:
-            return
-        held = more or (self._turn_ends and time.monotonic() - self._turn_began < _HELD_S)
+        now = time.monotonic()
+        held = more or (self._turn_ends and now - self._last_sent < _HELD_S)
         if not self._turn_ends:
             self._turn_ends = True
-            self._turn_began = time.monotonic()
             self._loop.call_soon(self._end_turn)
-        if not held or self._queued_bytes >= _FULL_BYTES:
-            self._send_queue()
+        if not held:
+            self._last_sent = now
+        if held or self._queue or not self._sent_now(_ONE + data, descriptors, 1):
+            self._queue.append((data, descriptors))
+            self._queued_bytes += len(data)
+            if not held or self._queued_bytes >= _FULL_BYTES:
+                self.push()
         self._memory.hot_window.touch()
 
     def _end_turn(self) -> None:
@@ -248,14 +251,13 @@ class ArrowShmLink(Link):
         queue = self._queue
         while queue:
             count = self._fitting()
-            if not self._sent_now(count):
+            if not self._sent_now(*self._datagram(count), count):
                 if not self._blocked:
                     self._blocked = True
                     self._loop.add_writer(self._socket.fileno(), self._send_queue)
                 return
             for _ in range(count):
                 self._queued_bytes -= len(queue.popleft()[0])
-            self._sent += count
         if self._blocked:
             self._blocked = False
             self._loop.remove_writer(self._socket.fileno())
@@ -274,13 +276,16 @@ class ArrowShmLink(Link):
             count += 1
         return count
 
-    def _sent_now(self, count: int) -> bool:
-        """Send the first `count` messages as one datagram; False where the peer has no room now."""
+    def _datagram(self, count: int) -> tuple[bytes, Sequence[int]]:
+        """The first `count` messages of the queue as one datagram."""
         data, descriptors = self._queue[0]
-        if count > 1:
-            # Each message was encoded as a list of one: the same without its first byte, behind a head that counts.
-            rest = [memoryview(self._queue[number][0])[1:] for number in range(count)]
-            data = b"".join((b"\xdc", count.to_bytes(2, "big"), *rest))
+        if count == 1:
+            return _ONE + data, descriptors
+        parts = (data for data, _ in itertools.islice(self._queue, count))
+        return b"".join((b"\xdc", count.to_bytes(2, "big"), *parts)), ()
+
+    def _sent_now(self, data: bytes, descriptors: Sequence[int], count: int) -> bool:
+        """Send a datagram of `count` messages; False where the peer has no room now."""
         try:
             if descriptors:
                 socket.send_fds(self._socket, [data], list(descriptors))
@@ -292,6 +297,7 @@ class ArrowShmLink(Link):
             # The end of file that follows tells the receiver, in order with what the peer sent before it died.
             pass
         _close_all(descriptors)
+        self._sent += count
         return True
 
     # -- receiving -------------------------------------------------------------------------------------------------
@@ -420,7 +426,7 @@ def _copied(region: Region) -> Region:
     return copy
 
 
-def _joined(parts: list[tuple[int, Region]], size: int) -> bytes:
+def _joined(parts: Sequence[tuple[int, Region]], size: int) -> bytes:
     region = bytearray(size)
     for offset, flat in parts:
         region[offset : offset + flat.nbytes] = flat.data

@@ -9,6 +9,7 @@ worth 12x in copy speed on machines with slow `rep movsb`.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -30,19 +31,20 @@ ALIGNMENT = 64
 _NUMPY, _TORCH, _BATCH = 0, 1, 2
 
 
-class Encoded(NamedTuple):
-    """A value ready to travel: `body`, and the buffers with their offsets in a region of `size` bytes."""
-
-    body: bytes
-    parts: list[tuple[int, Region]]
-    size: int
-
-
 class Loan(NamedTuple):
     """A buffer of a value that need not be copied, because it was allocated in a block of the sender's memory."""
 
     block: Block
     flat: Region
+
+
+class Encoded(NamedTuple):
+    """A value ready to travel: `body`, what is copied to offsets in a region of `size` bytes, and what is not."""
+
+    body: bytes
+    parts: Sequence[tuple[int, Region]]
+    size: int
+    loans: Sequence[Loan]
 
 
 FindBlock = Callable[[Region], "tuple[Block, int] | None"]
@@ -59,13 +61,13 @@ class Encoder:
         self._loans: list[Loan] = []
         self._size = 0
 
-    def encode(self, value: object) -> tuple[Encoded, Sequence[Loan]]:
+    def encode(self, value: object) -> Encoded:
         """Raises ProtocolError where a part of `value` has no wire form. Buffers are not copied yet."""
         try:
             body = self._encoder.encode(value)
             if not self._parts and not self._loans:
-                return Encoded(body, [], 0), ()
-            return Encoded(body, self._parts, self._size), self._loans
+                return Encoded(body, (), 0, ())
+            return Encoded(body, self._parts, self._size, self._loans)
         except (TypeError, OverflowError, UnicodeEncodeError) as error:
             raise ProtocolError(f"{type(value).__name__} cannot travel between processes: {error}") from None
         finally:
@@ -77,7 +79,7 @@ class Encoder:
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject or value.dtype.names:
                 raise ProtocolError(f"an array of dtype {value.dtype} cannot travel; use numbers")
-            flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+            flat = (value if value.flags.c_contiguous else np.ascontiguousarray(value)).reshape(-1).view(np.uint8)
             return _NUMPY, value.dtype.str, value.shape, *self._add(flat)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
@@ -109,7 +111,7 @@ def encode(value: object, *, order: Literal["deterministic"] | None = None) -> E
 
     With `order="deterministic"` equal dicts and sets give equal bytes, in any process.
     """
-    return Encoder(order=order).encode(value)[0]
+    return Encoder(order=order).encode(value)
 
 
 class Decoder:
@@ -136,9 +138,7 @@ class Decoder:
         kind, dtype, shape, offset, number = wire
         region = self._regions[number]
         if kind == _NUMPY:
-            itemtype = np.dtype(dtype)
-            end = offset + itemtype.itemsize * int(np.prod(shape, dtype=np.int64))
-            return region[offset:end].view(itemtype).reshape(shape)
+            return np.ndarray(shape, dtype, region, offset)
         if kind == _TORCH:
             return _tensor(region[offset:], dtype, shape)
         return _record_batch(region[offset : offset + shape[0]])
@@ -158,7 +158,7 @@ def _tensor(region: Region, dtype: str, shape: list[int]) -> torch.Tensor:
 
     # torch warns that it has no read-only tensors; by contract nobody writes to what came over an edge.
     kind: torch.dtype = torch.__dict__[dtype]
-    size = kind.itemsize * int(np.prod(shape, dtype=np.int64))
+    size = kind.itemsize * math.prod(shape)
     if size == 0:
         return torch.empty(shape, dtype=kind)
     with warnings.catch_warnings():

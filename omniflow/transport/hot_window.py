@@ -9,7 +9,6 @@ often it stays shut, but for a try now and then. Without traffic nothing runs.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 
 _SHORTEST_S = 20e-6
@@ -22,9 +21,10 @@ class HotWindow:
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s = longest_s
-        self._length_s = longest_s
+        self.length_s = longest_s
+        """How long the next window stays open without traffic."""
         self._until = 0.0
-        self._open = False
+        self.is_open = False
         self._closed_for = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -35,32 +35,30 @@ class HotWindow:
 
     def hit(self) -> None:
         """Something came: if the window was open for it, it pays."""
-        if self._open and self._length_s < self._longest_s:
-            self._length_s = min(2 * self._length_s, self._longest_s)
+        if self.is_open and self.length_s < self._longest_s:
+            self.length_s = min(2 * self.length_s, self._longest_s)
         self.touch()
 
     def touch(self) -> None:
         """There is traffic: look for more."""
         if self._loop is None:
             return
-        if self._open:
-            self._until = time.monotonic() + self._length_s
+        if self.is_open:
+            self._until = time.monotonic() + self.length_s
         elif self._closed_for > 0:
             self._closed_for -= 1
         else:
-            self._open = True
-            self._until = time.monotonic() + self._length_s
+            self.is_open = True
+            self._until = time.monotonic() + self.length_s
             self._loop.call_soon(self._look)
 
     def _look(self) -> None:
         assert self._loop is not None
         if time.monotonic() < self._until:
-            # Whoever waits for this core gets it: what they do may be what we wait for.
-            os.sched_yield()
             self._loop.call_soon(self._look)
             return
-        self._open = False
-        self._length_s /= 2
-        if self._length_s < _SHORTEST_S:
-            self._length_s = min(2 * _SHORTEST_S, self._longest_s)
+        self.is_open = False
+        self.length_s /= 2
+        if self.length_s < _SHORTEST_S:
+            self.length_s = min(2 * _SHORTEST_S, self._longest_s)
             self._closed_for = _TRY_EVERY

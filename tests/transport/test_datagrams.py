@@ -1,0 +1,141 @@
+"""How messages share datagrams: the peer is a bare socket, so each of them is seen."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import anyio
+import msgspec
+import pytest
+
+from omniflow.messages import Beat, Cancel, Connect, Message
+from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
+
+from ..contract.ends import Inbox
+
+pytestmark = pytest.mark.anyio
+
+
+class Pair(NamedTuple):
+    link: ArrowShmLink
+    peer: socket.socket
+
+    def datagrams(self) -> Iterator[list[Any]]:
+        """What has arrived at the peer: the messages of each datagram."""
+        decoder = msgspec.msgpack.Decoder(list[Message])
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self.peer, 2**17, 4)
+            except BlockingIOError:
+                return
+            for descriptor in descriptors:
+                socket.close(descriptor)
+            if not data:
+                return
+            yield decoder.decode(data)
+
+
+@pytest.fixture
+async def pair() -> Any:
+    left, right = socket_pair()
+    right.setblocking(False)
+    memory = SharedMemory(2**20)
+    link = ArrowShmLink("peer", Inbox(), left, memory, {1: str})
+    yield Pair(link, right)
+    link.close()
+    right.close()
+    memory.close()
+
+
+async def test_the_first_leaves_at_once_and_the_rest_of_a_turn_together(pair: Pair) -> None:
+    for number in range(5):
+        pair.link.send(Cancel(number))
+    assert list(pair.datagrams()) == [[Cancel(0)]]
+    assert pair.link.statistics().backlog == 4
+    await asyncio.sleep(0)
+    assert list(pair.datagrams()) == [[Cancel(1), Cancel(2), Cancel(3), Cancel(4)]]
+    await asyncio.sleep(0)
+    pair.link.send(Cancel(5))
+    assert list(pair.datagrams()) == [[Cancel(5)]]
+
+
+async def test_what_announces_more_waits_for_it(pair: Pair) -> None:
+    pair.link.send(Cancel(1), more=True)
+    assert list(pair.datagrams()) == []
+    pair.link.send(Cancel(2))
+    await asyncio.sleep(0)
+    assert list(pair.datagrams()) == [[Cancel(1), Cancel(2)]]
+
+
+async def test_what_announces_more_that_does_not_come_leaves_at_the_end_of_the_turn(pair: Pair) -> None:
+    pair.link.send(Cancel(1), more=True)
+    await asyncio.sleep(0)
+    assert list(pair.datagrams()) == [[Cancel(1)]]
+
+
+async def test_a_turn_that_lasts_holds_nothing_back(pair: Pair) -> None:
+    pair.link.send(Cancel(0))
+    time.sleep(0.001)  # noqa: ASYNC251 - what no stage should do, and some will
+    pair.link.send(Cancel(1))
+    assert list(pair.datagrams()) == [[Cancel(0)], [Cancel(1)]]
+
+
+async def test_what_is_held_leaves_when_asked_for(pair: Pair) -> None:
+    pair.link.send(Cancel(0))
+    pair.link.send(Cancel(1))
+    assert pair.link.push()
+    assert list(pair.datagrams()) == [[Cancel(0)], [Cancel(1)]]
+
+
+async def test_what_is_held_leaves_when_the_link_is_closed(pair: Pair) -> None:
+    pair.link.send(Cancel(0))
+    pair.link.send(Cancel(1))
+    pair.link.close()
+    assert [message for messages in pair.datagrams() for message in messages] == [Cancel(0), Cancel(1)]
+
+
+async def test_a_descriptor_travels_alone_and_in_order(pair: Pair) -> None:
+    pair.link.send(Cancel(0))
+    pair.link.send(Cancel(1))
+    pair.link.send(Connect("c"), (socket.socket().detach(),))
+    pair.link.send(Cancel(2))
+    pair.link.send(Cancel(3))
+    await asyncio.sleep(0)
+    assert list(pair.datagrams()) == [[Cancel(0)], [Cancel(1)], [Connect("c")], [Cancel(2), Cancel(3)]]
+
+
+async def test_a_slow_peer_gets_full_datagrams_in_order(pair: Pair) -> None:
+    """What waits is packed; values wait with it once much does; nothing is lost or overtaken."""
+    number = 0
+    while (pending := pair.link.send_item(1, 1, number, "x" * 150)) is None:
+        number += 1
+    assert not pair.link.push()
+    got: list[int] = []
+    sizes: list[int] = []
+    async with anyio.create_task_group() as tasks:
+
+        async def send_last() -> None:
+            await pending
+
+        tasks.start_soon(send_last)
+        with anyio.fail_after(5):
+            while len(got) <= number:
+                for messages in pair.datagrams():
+                    got += [item.seq for item in messages]
+                    sizes.append(len(messages))
+                await asyncio.sleep(0)
+    assert got == list(range(number + 1))
+    assert max(sizes) > 100
+    assert len(got) / len(sizes) > 20
+
+
+async def test_the_end_of_a_peer_is_met_by_silence(pair: Pair) -> None:
+    pair.peer.close()
+    pair.link.send(Beat("", 0.0))
+    pair.link.send(Beat("", 0.0))
+    await asyncio.sleep(0)
+    assert pair.link.statistics().backlog == 0
