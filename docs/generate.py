@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from omniflow.config import RuntimeConfig, ServerConfig, settings_of
-from omniflow.graph import STAGE_FIELDS, GraphSpec, Stage
 from omniflow.loader import load_graph
+from omniflow.topology import STAGE_FIELDS, GraphSpec, Stage
 from omniflow.visualize import draw_graph
 
 DOCS = Path(__file__).parent

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         WeightsError,
     )
-    from omniflow.graph import Budget, Graph, GraphSpec, Restart, Stage, absent, bind, one_for_one
+    from omniflow.graph import Graph
     from omniflow.media import (
         AudioChunk,
         AudioFeatures,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from omniflow.planner import Cluster, Gpu, Plan, cluster_named, plan
     from omniflow.reply import Output, Reply
     from omniflow.runtime import Runtime
+    from omniflow.topology import Budget, GraphSpec, Restart, Stage, absent, bind, one_for_one
 
 __version__ = "0.1.0"
 
@@ -139,12 +140,13 @@ _MODULES = {
     "errors": "ActorBrokenError CancelledError ConfigError ContextLengthError DeadlineError EdgeFullError GraphError "
     "InvalidInputError NotFoundError OmniflowError OverloadedError PlanError ProtocolError RecordingError RequestError "
     "StageDiedError StageError StartError UnavailableError UnsupportedError WeightsError",
-    "graph": "Budget Graph GraphSpec Restart Stage absent bind one_for_one",
+    "graph": "Graph",
     "media": "AudioChunk AudioFeatures AudioPart Chat ChatMessage Generated ImageFeatures ImagePart Images Latents "
     "Options Part Prompt Segment TextDelta TextPart TokenPrompt Tokens VideoPart Waveforms",
     "planner": "Cluster Gpu Plan cluster_named plan",
     "reply": "Output Reply",
     "runtime": "Runtime",
+    "topology": "Budget GraphSpec Restart Stage absent bind one_for_one",
 }
 _HOME = {name: f"omniflow.{module}" for module, names in _MODULES.items() for name in names.split()}
 

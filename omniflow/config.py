@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from omniflow.actor import Actor
 from omniflow.errors import ConfigError
-from omniflow.graph import STAGE_FIELDS, GraphSpec, Stage, nearest
+from omniflow.topology import STAGE_FIELDS, GraphSpec, Stage, nearest
 
 Seconds = Annotated[float, Meta(gt=0, description="seconds")]
 Count = Annotated[int, Meta(ge=1)]

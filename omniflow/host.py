@@ -34,7 +34,6 @@ from omniflow.errors import (
     RequestError,
     StageError,
 )
-from omniflow.graph import CLIENT, Edge, Stage, route
 from omniflow.mailbox import Credits, Mailbox
 from omniflow.messages import (
     Cancel,
@@ -52,6 +51,7 @@ from omniflow.messages import (
 )
 from omniflow.observer import Given, Observe, Observer
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge
+from omniflow.topology import CLIENT, Edge, Stage, route
 from omniflow.transport.base import Link
 from omniflow.transport.local_object import loopback
 from omniflow.turns import progress

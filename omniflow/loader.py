@@ -23,7 +23,8 @@ from types import ModuleType
 from typing import TypeVar
 
 from omniflow.errors import GraphError, OmniflowError
-from omniflow.graph import Graph, nearest
+from omniflow.graph import Graph
+from omniflow.topology import nearest
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ import msgspec
 from omniflow.actor import Ports
 from omniflow.digest import EdgeDigest, EdgeRecord, Packed, State, pack, unpack
 from omniflow.errors import ProtocolError, RecordingError
-from omniflow.graph import Stage
 from omniflow.messages import End, Recorded, Skip
 from omniflow.planner.plan import PlannedEdge
+from omniflow.topology import Stage
 
 _PART_BYTES = 64 * 1024
 """What one `Recorded` carries: half of what a control message may hold."""

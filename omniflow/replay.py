@@ -11,12 +11,12 @@ import msgspec
 from omniflow.config import RuntimeConfig
 from omniflow.digest import EdgeRecord, Packed, first_difference, unpack
 from omniflow.errors import RecordingError, RequestError
-from omniflow.graph import nearest
 from omniflow.media import Options
 from omniflow.observer import Given, edge_name, timed_stages
 from omniflow.planner.plan import CLIENT, Plan
 from omniflow.recording import Recorder, Recording
 from omniflow.runtime import Runtime
+from omniflow.topology import nearest
 
 Verdict = Literal["same", "given", "differs", "gone", "unknown"]
 

@@ -37,7 +37,6 @@ from omniflow.errors import (
     UnsupportedError,
     error_from_info,
 )
-from omniflow.graph import nearest, route, type_name
 from omniflow.host import Host, host_spec, hot_window_s
 from omniflow.inputs import KeptInputs
 from omniflow.media import Options
@@ -62,6 +61,7 @@ from omniflow.planner.plan import FRONT, Plan, PlannedEdge
 from omniflow.recording import Recorder
 from omniflow.reply import Output, Reply, RequestPlan, fresh
 from omniflow.supervisor import Supervisor
+from omniflow.topology import nearest, route, type_name
 from omniflow.transport.arrow_shm import SharedMemory
 from omniflow.transport.base import Link
 from omniflow.transport.local_object import local_pair

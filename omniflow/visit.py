@@ -11,9 +11,9 @@ import msgspec
 
 from omniflow.actor import Context, Emit, Outputs, Port, Ports
 from omniflow.errors import EdgeFullError, ProtocolError, UnsupportedError
-from omniflow.graph import type_name
 from omniflow.mailbox import Credits, Mailbox
 from omniflow.messages import Closed, Waiting
+from omniflow.topology import type_name
 from omniflow.turns import Progress
 
 SendItem = Callable[[int, int, int, object], Awaitable[None] | None]

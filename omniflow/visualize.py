@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from omniflow.graph import CLIENT, Edge, EdgeKind, GraphSpec, Stage, type_name
 from omniflow.planner.plan import Plan, PlannedEdge, PlannedHost
+from omniflow.topology import CLIENT, Edge, EdgeKind, GraphSpec, Stage, type_name
 
 _ARROWS: dict[EdgeKind, str] = {"result": "-->", "stream": "==>", "fan-in": "--o"}
 _COLOURS: dict[EdgeKind, str] = {"result": "#5b6b80", "stream": "#0b7a75", "fan-in": "#8a5a00"}

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from omniflow.actor import Actor, Context, Emit, Stream, batched
 from omniflow.config import RuntimeConfig
 from omniflow.errors import DeadlineError, GraphError, ProtocolError, RequestError, StageError
-from omniflow.graph import Graph, GraphSpec, validate
+from omniflow.graph import Graph, GraphSpec
 from omniflow.media import Options
 from omniflow.planner import Cluster, Plan, plan
 from omniflow.runtime import Runtime
+from omniflow.validation import validate
 
 from .running import CPU, INLINE, settled
 

@@ -13,22 +13,9 @@ from hypothesis import strategies as st
 
 from omniflow.actor import Actor, Emit, Outputs, Stream
 from omniflow.errors import GraphError
-from omniflow.graph import (
-    CLIENT,
-    Budget,
-    Edge,
-    Graph,
-    GraphSpec,
-    absent,
-    bind,
-    fits,
-    nearest,
-    parse_bytes,
-    reachable_outputs,
-    route,
-    type_name,
-    validate,
-)
+from omniflow.graph import Budget, Edge, Graph, GraphSpec, absent, bind
+from omniflow.topology import CLIENT, fits, nearest, parse_bytes, reachable_outputs, route, type_name
+from omniflow.validation import validate
 
 
 class A(msgspec.Struct, frozen=True):

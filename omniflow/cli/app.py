@@ -23,9 +23,9 @@ from omniflow.cli.models import models_table, needs_everywhere, weights_named
 from omniflow.cli.tables import cluster_text, output_console, plan_view, settings_table
 from omniflow.config import configure, set_layer
 from omniflow.errors import ConfigError, OmniflowError, StartError
-from omniflow.graph import reachable_outputs
 from omniflow.planner import Cluster, cluster_named
 from omniflow.planner import plan as make_plan
+from omniflow.topology import reachable_outputs
 from omniflow.visualize import draw_graph, draw_plan
 from omniflow.weights import fetch
 

@@ -11,8 +11,9 @@ import msgspec
 
 from omniflow.config import Configured, Layer, configure, environment_layer, file_layer, set_layer
 from omniflow.errors import OmniflowError, StartError
-from omniflow.graph import Graph, GraphSpec
+from omniflow.graph import Graph
 from omniflow.loader import load_graph
+from omniflow.topology import GraphSpec
 from omniflow.weights import Weights
 
 

@@ -21,13 +21,13 @@ from omniflow.cli.tables import new_table
 from omniflow.config import Layer, convert
 from omniflow.digest import EdgeRecord
 from omniflow.errors import ConfigError, RecordingError
-from omniflow.graph import CLIENT, nearest, parse_bytes
 from omniflow.loader import from_anywhere
 from omniflow.media import Options
 from omniflow.planner import Cluster, Plan
 from omniflow.planner import plan as make_plan
 from omniflow.recording import Recorder, Recording, RecordingFolder, Source, read_recording
 from omniflow.replay import Comparison, EdgeVerdict, changes, compare, replay
+from omniflow.topology import CLIENT, nearest, parse_bytes
 from omniflow.weights import fetch
 
 _VERDICT_STYLES = {"same": "green", "given": "dim", "differs": "bold red", "gone": "bold red", "unknown": "yellow"}

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from omniflow.config import Configured, settings
-from omniflow.graph import CLIENT, Budget, Restart, type_name
 from omniflow.mailbox import Policy
 from omniflow.planner import Cluster, Plan, PlannedEdge, PlannedHost
+from omniflow.topology import CLIENT, Budget, Restart, type_name
 
 PIPED_WIDTH = 100
 """Columns where the output is no terminal and COLUMNS is not set: every edge of our graphs fits on one line."""

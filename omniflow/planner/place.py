@@ -9,9 +9,9 @@ import msgspec
 
 from omniflow.config import RuntimeConfig
 from omniflow.errors import PlanError
-from omniflow.graph import CLIENT, Edge, GraphSpec, Restart, Stage, type_name
 from omniflow.planner.cluster import Cluster
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge, PlannedHost, Transport
+from omniflow.topology import CLIENT, Edge, GraphSpec, Restart, Stage, type_name
 
 _CPU = ("cpu",)
 

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from omniflow.graph import CLIENT, GraphSpec, Restart, Route, parse_bytes, reachable_outputs, route, type_name
 from omniflow.mailbox import Policy
 from omniflow.planner.cluster import Cluster
+from omniflow.topology import CLIENT, GraphSpec, Restart, Route, parse_bytes, reachable_outputs, route, type_name
 
 Transport = Literal["local_object", "arrow_shm", "cuda_ipc", "nccl"]
 FRONT = "front"
