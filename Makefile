@@ -33,8 +33,9 @@ format: $(VENV)/.installed-dev ## format the code and mend what ruff can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.installed-dev ## measure: first token, first audio, real-time factor, memory
+bench: $(VENV)/.installed-dev ## measure: first token, first audio, real-time factor, memory; and under five times the load
 	$(BIN)/python bench/e2e.py $(ARGS)
+	$(BIN)/python bench/overload.py
 
 docs: $(VENV)/.installed-dev ## write what is generated: docs/config.md, the picture in README.md
 	$(BIN)/python docs/generate.py

@@ -31,6 +31,10 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline_s: Annotated[float, Meta(gt=0, description="time that a request gets where it names none")] = 120.0
     max_in_flight: Annotated[int, Meta(ge=1, description="requests that run at once")] = 64
     max_queued: Annotated[int, Meta(ge=0, description="requests that may wait for a place; more get a 429")] = 256
+    max_wait_share: Annotated[
+        float,
+        Meta(gt=0, description="a request that would wait longer for a place, in times to a first output, gets a 429"),
+    ] = 0.5
     stream_bound: Annotated[int, Meta(ge=1, description="credits of a stream edge that names no bound")] = 16
     restart_wait_s: Annotated[
         float, Meta(ge=0, description="how long a request waits for a restarting stage before it gets a 503")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
+from omniflow.admission import Place
 from omniflow.errors import CancelledError, ProtocolError, RequestError, error_from_info
 from omniflow.inputs import Kept
 from omniflow.mailbox import Credits
@@ -48,7 +49,15 @@ class RequestTable(Protocol):
 class Reply(AsyncIterator[Output]):
     """The answer to one request: iterate over its outputs; leave `async with` early to cancel it."""
 
-    def __init__(self, table: RequestTable, number: int, request_id: str, plan: RequestPlan, deadline_s: float) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        number: int,
+        request_id: str,
+        plan: RequestPlan,
+        deadline_s: float,
+        place: Place,
+    ) -> None:
         self.request_id = request_id
         self.number = number
         self.deadline_s = deadline_s
@@ -58,6 +67,8 @@ class Reply(AsyncIterator[Output]):
         self.error: RequestError | None = None
         self.ended = False
         self.expired = False
+        self.place = place
+        self.has_output = False
         self.expiry: asyncio.TimerHandle | None = None
         self.kept: Kept | None = None
         """What it entered with, as long as it may run again."""

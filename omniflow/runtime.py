@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, NoReturn
 import anyio
 import anyio.abc
 
-from omniflow.admission import Admission
+from omniflow.admission import Admission, Place
 from omniflow.config import RuntimeConfig
 from omniflow.errors import (
     CancelledError,
@@ -118,7 +118,8 @@ class Runtime:
         self._failure: StartError | None = None
         self._numbers = itertools.count(1)
         self._requests: dict[int, Reply] = {}
-        self._admission = Admission(self.config.max_in_flight, self.config.max_queued)
+        config = self.config
+        self._admission = Admission(config.max_in_flight, config.max_queued, config.max_wait_share)
         self._inputs = KeptInputs(self.config.replay_bytes)
         self._plans: dict[tuple[str, tuple[str, ...] | None], RequestPlan] = {}
         self._edges = {edge.id: edge for edge in plan.edges}
@@ -256,10 +257,10 @@ class Runtime:
         deadline = deadline_s or self.config.deadline_s
         waits_for = "a place"
         with anyio.move_on_after(deadline) as scope:
-            await self._admit(plan)
+            place = await self._admit(plan, scope.deadline)
             waits_for = "room to enter"
             number = next(self._numbers)
-            reply = Reply(self, number, request_id or uuid.uuid4().hex, plan, deadline)
+            reply = Reply(self, number, request_id or uuid.uuid4().hex, plan, deadline, place)
             options = options or Options()
             reply.kept = self._inputs.keep(items, options) if plan.replays else None
             await self._enter(reply, items, options, scope.deadline)
@@ -354,14 +355,14 @@ class Runtime:
         replays = {host.name for host in self.plan.hosts if host.restart.in_flight == "replay"}
         return RequestPlan(start, exits, tuple(hosts), frozenset(replays.intersection(hosts)))
 
-    async def _admit(self, plan: RequestPlan) -> None:
+    async def _admit(self, plan: RequestPlan, expires: float) -> Place:
         """Take a place. Who waits for a restart holds none meanwhile: requests on other hosts do not notice."""
         while True:
             await self._wait_for_hosts(plan)
-            await self._admission.take()
+            place = await self._admission.take(expires - anyio.current_time())
             if self.state == "ready" and self._up.issuperset(plan.hosts):
-                return
-            self._admission.free()
+                return place
+            self._admission.free(place)
 
     async def _wait_for_hosts(self, plan: RequestPlan) -> None:
         self._refuse_if_not_serving()
@@ -441,7 +442,7 @@ class Runtime:
             self.forget_inputs(reply)
             if self._recorder is not None:
                 self._recorder.finish(reply.number, reply.error)
-            self._admission.free()
+            self._admission.finish(reply.place)
             self._notify()
 
     # -- what hosts say --------------------------------------------------------------------------------------------
@@ -454,6 +455,9 @@ class Runtime:
             reply.put(edge, seq, value)
         except ProtocolError as error:
             self.end_request(reply, error)
+        if not reply.has_output:
+            reply.has_output = True
+            self._admission.first_output.add(reply.place.age_s)
         self._forget_if_done(reply)
 
     def on_bad_item(self, link: Link, edge: int, request: int, error: ErrorInfo) -> None:

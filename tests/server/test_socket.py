@@ -6,6 +6,7 @@ import base64
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -15,6 +16,7 @@ import openai
 import pytest
 from starlette.types import Message
 
+from omniflow.config import RuntimeConfig
 from omniflow.errors import ConfigError, StageDiedError
 from omniflow.runtime import Output, Runtime
 from omniflow.server.app import build_app
@@ -175,6 +177,23 @@ async def test_a_deadline_ends_a_whole_reply_with_504(served: tuple[Runtime, Add
             f"{served[1].url}/v1/chat/completions", json=body, headers={"x-request-timeout": "0.05"}
         )
     assert response.status_code == 504 and "parrot" in response.json()["error"]["message"]
+
+
+async def test_a_client_too_many_is_told_when_to_come_back() -> None:
+    plan = parrot_plan()
+    async with Runtime(plan, RuntimeConfig(max_in_flight=1)) as runtime, httpx.AsyncClient() as client:
+        async with serve(build_app(runtime, model="parrot"), port=0) as address, anyio.create_task_group() as group:
+            body = {"model": "parrot", "messages": [{"role": "user", "content": "wait " * 20}]}
+            url = f"{address.url}/v1/chat/completions"
+            runtime._admission.held.add(7.2)
+            runtime._admission.first_output.add(1.0)
+            group.start_soon(partial(client.post, url, json=body))
+            await until(lambda: runtime.status().in_flight == 1)
+            response = await client.post(url, json=body)
+            assert (response.status_code, response.headers["retry-after"]) == (429, "8")
+            assert response.headers["x-should-retry"] == "true"
+            assert response.json()["error"]["message"].startswith("1 requests run and 0 wait: no place is expected")
+            group.cancel_scope.cancel()
 
 
 async def test_sound_that_fails_half_way_breaks_off() -> None:
