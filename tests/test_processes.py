@@ -36,7 +36,7 @@ from omniflow.graph import Restart
 from omniflow.media import TextDelta
 from omniflow.runtime import Runtime
 
-from .conftest import descendants, hosts_below, shared_memory
+from .conftest import descendants, hosts_below, left_in_shared_memory, shared_memory
 from .graphs import row, words
 from .graphs.row import Job
 from .graphs.words import Line
@@ -693,4 +693,4 @@ async def test_killing_the_main_process_leaves_nothing(program: subprocess.Popen
     for descriptor in watched:
         os.close(descriptor)
     assert not left, "processes live 2 s after their main process"
-    assert shared_memory() <= shm
+    assert left_in_shared_memory(shm) == set()
