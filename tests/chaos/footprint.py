@@ -19,7 +19,7 @@ class Footprint(NamedTuple):
     """Of this process and what is below it."""
 
     hosts: int
-    shm: frozenset[str]
+    shm: set[str]
     descriptors: int
     """Without those of pooled memory, which stay for the next value; how much that may be is `runtime.shm_bytes`."""
     threads: int
@@ -28,7 +28,7 @@ class Footprint(NamedTuple):
     def now(cls) -> Footprint:
         return cls(
             len(hosts_below(os.getpid())),
-            frozenset(shared_memory()),
+            shared_memory(),
             num_descriptors(),
             len(os.listdir("/proc/self/task")),
         )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 
 import anyio
 import numpy as np
 import pytest
 
-from omniflow.errors import CancelledError, RequestError
+from omniflow.errors import RequestError
 from omniflow.reply import Reply
 from omniflow.runtime import Runtime
 
@@ -19,6 +18,7 @@ from ..graphs.paths import SIDES, Ask
 from ..running import CPU, running, settled
 from .conftest import rounds
 from .footprint import quiet
+from .scenes import cancels
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
 
@@ -43,22 +43,8 @@ async def full(runtime: Runtime, num: int) -> None:
 @pytest.mark.parametrize("processes", [True, False])
 async def test_cancels_0_to_5_ms_after_submission(processes: bool, dice: random.Random) -> None:
     cluster = {"cluster": CPU} if processes else {}
-    quiet_s = []
     async with running(paths.build(), **cluster, max_in_flight=8, max_queued=0) as runtime:
-        for number in range(rounds(300)):
-            ask = Ask(num=1000, size=dice.choice([10, 5000, 50_000]), pause_s=0)
-            reply = await runtime.submit(SIDES[number % 2], ask, request_id="again")
-            await anyio.sleep(dice.random() * 0.005)
-            began = time.perf_counter()
-            await reply.cancel()
-            if number % 10 == 0:
-                await settled(runtime)
-                quiet_s.append(time.perf_counter() - began)
-            with pytest.raises(CancelledError):
-                await anext(reply)
-            if number % 7 == 0:
-                await settled(runtime)  # or there would be no place for the next but seven
-        await settled(runtime)
+        quiet_s = await cancels(runtime, dice, rounds(300))
         if processes:
             await quiet(runtime)
             await settled(runtime)

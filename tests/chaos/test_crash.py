@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from omniflow.config import RuntimeConfig
-from omniflow.planner import plan
-
+from ..conftest import left_in_shared_memory
 from ..graphs import paths
-from ..running import CPU, settled
 from .conftest import rounds
 from .footprint import Footprint, quiet
 from .rounds import Round, Watched, one_round, spreads
+from .scenes import watched
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
 
 SLACK = 4
 """Times a bound, for a machine that does other things, too."""
-
-
-@asynccontextmanager
-async def watched(**config: Any) -> AsyncIterator[Watched]:
-    settings = RuntimeConfig(**{"deadline_s": 20.0, "start_timeout_s": 30.0, "shm_bytes": 2**24, **config})
-    async with Watched(plan(paths.build().spec(), CPU, settings), settings) as runtime:
-        yield runtime
-        await settled(runtime)
 
 
 async def play(runtime: Watched, dice: random.Random, num: int, **how: Any) -> list[Round]:
@@ -40,7 +28,7 @@ async def play(runtime: Watched, dice: random.Random, num: int, **how: Any) -> l
         found.append(await one_round(runtime, dice, **how))
         now = Footprint.now()
         assert now.hosts == len(paths.HOSTS)
-        assert now.shm <= first.shm
+        assert left_in_shared_memory(first.shm) == set()
         assert now.descriptors <= first.descriptors
         for name, held in (await quiet(runtime)).items():
             assert held.threads == 1, name
@@ -48,7 +36,7 @@ async def play(runtime: Watched, dice: random.Random, num: int, **how: Any) -> l
 
 
 async def test_rounds_of_kill_9(dice: random.Random) -> None:
-    async with watched() as runtime:
+    async with watched(paths.build()) as runtime:
         found = spreads(await play(runtime, dice, rounds(10)))
     print(*found.items(), sep="\n")
     assert found["dead -> noticed"].p99_ms <= 50 * SLACK

@@ -5,64 +5,21 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from ..conftest import shared_memory
+from ..conftest import left_in_shared_memory, shared_memory
 from .conftest import rounds
-
-GONE_S = 2
-
-
-def marked(mark: str) -> dict[int, str]:
-    """Living processes that were started with `mark` in their environment, wherever they hang in the tree."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (process / "environ").read_bytes():
-                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")[:100]
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-    return found
+from .scenes import gone_after, kill, marked, program, up
 
 
-@contextmanager
-def program(then: str = "", module: str = "program") -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Leader of a group of its own, and the mark of all that comes from it."""
-    mark = f"CHAOS_MARK={uuid.uuid4().hex}"
-    environment = {**os.environ, "CHAOS_MARK": mark.partition("=")[2]}
-    command = [sys.executable, "-m", f"tests.chaos.{module}", then]
-    shm = shared_memory()
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0, env=environment
-    ) as process:
-        yield process, mark
-    until = time.monotonic() + GONE_S
-    while (left := marked(mark)) and time.monotonic() < until:
-        time.sleep(0.01)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert not left, f"processes live {GONE_S} s after their main process"
-    assert shared_memory() <= shm
-
-
-def up(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"up\n"
-
-
-def kill(process: subprocess.Popen[bytes], whole_group: bool) -> None:
-    if whole_group:
-        os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
+@pytest.fixture(autouse=True)
+def no_shared_memory() -> Iterator[None]:
+    before = shared_memory()
+    yield
+    assert left_in_shared_memory(before) == set()
 
 
 @pytest.mark.parametrize("whole_group", [False, True])
@@ -73,24 +30,27 @@ def test_killed_under_load(then: str, whole_group: bool, dice: random.Random) ->
         assert len(marked(mark)) >= 6
         time.sleep(dice.random() * 0.1)
         kill(process, whole_group)
+        gone_after(mark)
 
 
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_killed_while_it_starts(whole_group: bool, dice: random.Random) -> None:
     """Before the fork server is there, while that imports its modules, while hosts are forked."""
     for _ in range(rounds(6)):
-        with program() as (process, _):
+        with program() as (process, mark):
             time.sleep(dice.random() * 0.8)
             kill(process, whole_group)
+            gone_after(mark)
 
 
 def test_killed_while_the_fork_server_imports(dice: random.Random) -> None:
     """From its first instruction on it must know whose child it is."""
     for _ in range(rounds(4)):
-        with program(module="early") as (process, _):
+        with program(module="early") as (process, mark):
             up(process)
             time.sleep(dice.random() * 0.1)
             process.kill()
+            gone_after(mark)
 
 
 def test_killed_while_a_host_is_stopped() -> None:
@@ -101,6 +61,7 @@ def test_killed_while_a_host_is_stopped() -> None:
             if "forkserver" in command:
                 os.kill(pid, signal.SIGSTOP)
         process.kill()
+        gone_after(mark)
 
 
 def test_a_fork_server_that_dies_takes_its_hosts_along() -> None:
@@ -112,3 +73,4 @@ def test_a_fork_server_that_dies_takes_its_hosts_along() -> None:
         os.kill(process.pid, signal.SIGSTOP)
         os.kill(server, signal.SIGKILL)
         process.kill()
+        gone_after(mark)
