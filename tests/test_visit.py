@@ -37,8 +37,8 @@ class Way:
 
 
 def emit(way: Way, *readers: Credits, refusal: str | None = None, loop: int | None = None) -> PortEmit:
-    by_edge = {edge: Reader(credits, loop, None) for edge, credits in enumerate(readers)}
-    return PortEmit("talker", Port("emit", "stream", int), 7, way.send, by_edge, refusal, Progress())
+    ends = [Reader(edge, way.send, credits, loop, None) for edge, credits in enumerate(readers)]
+    return PortEmit("talker", Port("emit", "stream", int), 7, ends, refusal, Progress())
 
 
 async def test_a_send_that_is_cancelled_while_it_waits_for_room_gives_its_number_back() -> None:
