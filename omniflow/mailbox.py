@@ -100,6 +100,8 @@ class Mailbox(AsyncIterator[T], Generic[T]):
         while not self._queue:
             if self._ended:
                 raise StopAsyncIteration
+            if self._waiter is not None and not self._waiter.done():
+                raise RuntimeError("a stream has one reader, and another task waits for its next item already")
             self._found = 0
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

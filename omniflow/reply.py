@@ -152,6 +152,8 @@ class Reply(AsyncIterator[Output]):
                 raise fresh(self.error)
             if self.ended:
                 raise StopAsyncIteration
+            if self._waiter is not None and not self._waiter.done():
+                raise RuntimeError("a reply has one reader, and another task waits for its next output already")
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         edge, value = self._items.popleft()

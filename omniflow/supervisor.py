@@ -254,7 +254,7 @@ class Supervisor:
         child.pidfd = None
         code = _reap(child.process)
         if child.link is not None:
-            child.link.poll()
+            _hear_out(child.link)
             child.link.close()
             child.link = None
         was, child.state = child.state, "down"
@@ -263,7 +263,8 @@ class Supervisor:
         if self._stopping:
             child.state = "stopped"
             return
-        log.warning("host %s died: %s", child.host.name, reason)
+        trace = f"\n{child.failure.detail}" if child.failure and child.failure.detail else ""
+        log.warning("host %s died: %s%s", child.host.name, reason, trace)
         self._events.on_down(child.host.name, reason)
         self._decide(child, was, reason)
 
@@ -379,6 +380,14 @@ def _start(process: Any) -> str | None:
     except (OSError, EOFError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _hear_out(link: Link) -> None:
+    """Deliver all that a process that is dead has sent: what it had finished is finished."""
+    before = -1
+    while link.statistics().received > before:
+        before = link.statistics().received
+        link.poll()
 
 
 def _reap(process: Any) -> int | None:

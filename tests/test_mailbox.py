@@ -46,6 +46,22 @@ async def test_a_waiting_reader_is_woken_by_an_item_and_by_the_end() -> None:
         box.end(1)
 
 
+async def test_a_second_reader_is_told_and_the_first_not_forgotten() -> None:
+    box, _ = mailbox()
+    async with anyio.create_task_group() as tasks:
+        found: list[int] = []
+
+        async def read() -> None:
+            found.append(await anext(box))
+
+        tasks.start_soon(read)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(RuntimeError, match="one reader"):
+            await anext(box)
+        box.put(0, 5)
+    assert found == [5]
+
+
 async def test_a_wait_that_times_out_loses_nothing() -> None:
     box, _ = mailbox()
     with anyio.move_on_after(0.001) as scope:

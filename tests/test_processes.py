@@ -501,7 +501,7 @@ async def test_strategies(strategy: Any, restarted: set[str]) -> None:
         assert str(await runtime.wait_failed()).startswith("stage 'three': died 2 times within 60 s")
 
 
-async def test_a_host_that_cannot_start_again_is_tried_again(tmp_path: Path) -> None:
+async def test_a_host_that_cannot_start_again_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     there = tmp_path / "weights"
     there.touch()
     often = Restart("one_for_one", max_restarts=50, backoff_s=0.01)
@@ -511,6 +511,7 @@ async def test_a_host_that_cannot_start_again_is_tried_again(tmp_path: Path) -> 
         with anyio.fail_after(10):
             while runtime.status().stages[0].restarts < 3:
                 await runtime._wait_change()
+        assert "is not there yet" in caplog.text and "in require\n" in caplog.text, "its traceback is in the log"
         there.touch()
         assert (await ask(runtime, "job", Job()))["job"].seen == ("one",)
 

@@ -465,6 +465,20 @@ async def test_leaving_early_cancels() -> None:
         assert isinstance(reply.error, CancelledError)
 
 
+async def test_a_second_reader_of_a_reply_is_told_and_the_first_not_forgotten() -> None:
+    async with running(words.build()) as runtime, anyio.create_task_group() as tasks:
+        reply = await runtime.submit("line", Line("hang x"), outputs=["text"], deadline_s=0.5)
+
+        async def read() -> None:
+            with pytest.raises(DeadlineError):
+                await anext(reply)
+
+        tasks.start_soon(read)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(RuntimeError, match="one reader"):
+            await anext(reply)
+
+
 async def test_an_abandoned_reply_ends_by_its_deadline() -> None:
     async with running(row.numbers()) as runtime:
         reply = await runtime.submit("job", Job(), deadline_s=0.05)

@@ -200,6 +200,19 @@ async def test_while_the_client_does_not_read(victim: str) -> None:
         assert len((await ask(runtime, "task", Task(num=10)))["numbers"]) == 10
 
 
+async def test_what_had_left_a_host_before_it_died_arrives() -> None:
+    """Its last words are in the socket when its death is noticed; a request that is whole is no victim."""
+    async with running(perils.build(bound=300), CPU, stream_bound=300) as runtime:
+        replies = [await runtime.submit("task", Task(num=300)) for _ in range(4)]
+        await anyio.sleep(0)
+        victim = pid_of(runtime, "hold")
+        hold_up_the_event_loop(1.0)  # in which the hosts finish
+        os.kill(victim, signal.SIGKILL)
+        hold_up_the_event_loop(0.2)
+        for reply in replies:
+            assert len((await reply.collect())["numbers"]) == 300
+
+
 @pytest.mark.parametrize("victim", ["start", "left", "right", "join"])
 async def test_while_a_fan_in_waits(victim: str) -> None:
     """One source has given its part, the other sleeps; whoever dies, the request hears of it at once."""
