@@ -182,6 +182,10 @@ class Actor:
         """
         return time.monotonic() - self._step_began if self._step_began is not None else 0.0
 
+    def num_waiting(self) -> int:
+        """Calls of `offload` that wait for their turn."""
+        return self._turns.num_waiting
+
     @functools.cached_property
     def _turns(self) -> Turns:
         return Turns()

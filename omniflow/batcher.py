@@ -30,6 +30,11 @@ class Batcher:
         self._waiting: deque[_Call] = deque()
         self._arrival = asyncio.Event()
 
+    @property
+    def num_waiting(self) -> int:
+        """Calls that no batch has taken yet."""
+        return len(self._waiting)
+
     async def run(self, value: Any) -> Any:
         """The result for `value`; a cancelled caller leaves the queue, or its result is dropped."""
         call = _Call(value, asyncio.get_running_loop().create_future())

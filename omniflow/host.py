@@ -47,6 +47,7 @@ from omniflow.messages import (
     Open,
     Shutdown,
     Skip,
+    StageLoad,
     StageReady,
 )
 from omniflow.observer import Given, Observe, Observer
@@ -563,6 +564,17 @@ class Host:
         """The stage whose present step has run longest, and for how many seconds."""
         busy = ((name, local.actor.busy_s()) for name, local in self._stages.items())
         return max(busy, key=lambda entry: entry[1], default=("", 0.0))
+
+    def load(self) -> tuple[StageLoad, ...]:
+        """What each stage has to do now."""
+        running, queued = dict.fromkeys(self._stages, 0), dict.fromkeys(self._stages, 0)
+        for visit in self._visits.values():
+            for run in visit.runs.values():
+                running[run.route.stage] += run.started
+                queued[run.route.stage] += sum(mailbox.statistics().queued for mailbox in run.streams.values())
+        for name, local in self._stages.items():
+            queued[name] += local.actor.num_waiting() + (local.batcher.num_waiting if local.batcher else 0)
+        return tuple(StageLoad(name, running[name], queued[name]) for name in self._stages)
 
     @property
     def num_open(self) -> int:

@@ -157,11 +157,20 @@ class HostFailed(msgspec.Struct, frozen=True, array_like=True, tag=14):
     detail: str
 
 
+class StageLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What a stage has to do: calls of `run` under way, and items and calls that wait for it."""
+
+    stage: str
+    running: int
+    queued: int
+
+
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=15):
     """Host -> runtime: the event loop is alive; `stage` has been in one step for `busy_s`."""
 
     stage: str
     busy_s: float
+    load: tuple[StageLoad, ...] = ()
 
 
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=16):

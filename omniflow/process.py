@@ -59,7 +59,7 @@ async def _serve(spec: HostSpec, connection: socket.socket) -> bool:
 
 
 async def _beat(host: Host, front: Link, every_s: float) -> None:
-    """Say that the event loop turns, and how long the longest step has run in its thread."""
+    """Say that the event loop turns, how long the longest step has run in its thread, and what there is to do."""
     while True:
-        front.send(Beat(*host.busiest()))
+        front.send(Beat(*host.busiest(), host.load()))
         await anyio.sleep(every_s)

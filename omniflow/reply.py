@@ -29,6 +29,7 @@ class RequestPlan(NamedTuple):
     entry: PlannedEdge
     exits: dict[int, PlannedEdge]
     hosts: tuple[str, ...]
+    stages: frozenset[str]
     replays: frozenset[str] = frozenset()
     """Hosts whose death makes it run again."""
 

@@ -54,6 +54,7 @@ from omniflow.messages import (
     Open,
     Recorded,
     Skip,
+    StageLoad,
     StageReady,
     Waiting,
 )
@@ -86,6 +87,10 @@ class StageStatus(NamedTuple):
     in_flight: int
     pid: int | None
     """The process that runs it; None while it is down."""
+    running: int = 0
+    """Calls of `run` under way; this and `queued` as of the host's last heartbeat, at most 1 s ago."""
+    queued: int = 0
+    """Items in its mailboxes, and calls that wait for a batch or a turn."""
 
 
 class EdgeStatus(NamedTuple):
@@ -130,6 +135,7 @@ class Runtime:
         self._supervisor = Supervisor(plan, self.config, self, self, self._memory, self._observe)
         self._inline: dict[str, tuple[Host, Link]] = {}
         self._up: set[str] = set()
+        self._loads: dict[str, tuple[StageLoad, ...]] = {}
         self._changed: anyio.Event | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
 
@@ -353,7 +359,7 @@ class Runtime:
         hosts = [host.name for host in self.plan.hosts if any(stage in part.stages for stage in host.stages)]
         hosts.sort(key=lambda host: host == start.target_host)
         replays = {host.name for host in self.plan.hosts if host.restart.in_flight == "replay"}
-        return RequestPlan(start, exits, tuple(hosts), frozenset(replays.intersection(hosts)))
+        return RequestPlan(start, exits, tuple(hosts), part.stages, frozenset(replays.intersection(hosts)))
 
     async def _admit(self, plan: RequestPlan, expires: float) -> Place:
         """Take a place. Who waits for a restart holds none meanwhile: requests on other hosts do not notice."""
@@ -510,6 +516,8 @@ class Runtime:
 
     def _heard(self, host: str, message: Message) -> None:
         if host not in self._inline:
+            if isinstance(message, Beat):
+                self._loads[host] = message.load
             self._supervisor.heard(host, message)
             return
         match message:
@@ -533,6 +541,7 @@ class Runtime:
 
     def on_down(self, host: str, reason: str) -> None:
         self._up.discard(host)
+        self._loads.pop(host, None)
         for reply in list(self._requests.values()):
             if host in reply.open_hosts:
                 reply.open_hosts.discard(host)
@@ -608,15 +617,22 @@ class Runtime:
         """What runs now."""
         stages = []
         for host in self.plan.hosts:
-            in_flight = sum(host.name in reply.open_hosts for reply in self._requests.values())
+            here = [reply.plan.stages for reply in self._requests.values() if host.name in reply.open_hosts]
+            loads = {load.stage: load for load in self._load_of(host.name)}
             child = self._supervisor.children.get(host.name)
             state = child.state if child else "ready" if host.name in self._up else "starting"
             restarts = child.restarts if child else 0
             pid = child.pid if child else os.getpid()
-            stages += [StageStatus(stage, host.name, state, restarts, in_flight, pid) for stage in host.stages]
+            for stage in host.stages:
+                in_flight = sum(stage in needed for needed in here)
+                load = loads.get(stage, StageLoad(stage, 0, 0))
+                stages.append(StageStatus(stage, host.name, state, restarts, in_flight, pid, load.running, load.queued))
         reason = str(self._failure) if self._failure else None
         edges = tuple(EdgeStatus(str(self._edges[edge]), dropped) for edge, dropped in self._dropped.items())
         return RuntimeStatus(self.state, len(self._requests), self._admission.num_queued, tuple(stages), reason, edges)
+
+    def _load_of(self, host: str) -> tuple[StageLoad, ...]:
+        return self._inline[host][0].load() if host in self._inline else self._loads.get(host, ())
 
     def _link(self, host: str) -> Link | None:
         """The link to a host; None while it is down, when whatever would be sent is moot."""

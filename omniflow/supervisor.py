@@ -37,6 +37,8 @@ log = logging.getLogger("omniflow.supervisor")
 
 HostState = Literal["starting", "ready", "down", "failed", "stopped"]
 _LONGEST_BACKOFF_S = 10.0
+_BEAT_S = 1.0
+"""The longest time between two heartbeats: the load that they report is at most so old."""
 _KILL_AFTER_S = 5.0
 """What a host gets to close its actors before it is killed."""
 
@@ -174,7 +176,7 @@ class Supervisor:
             self._plan,
             host.name,
             shm_bytes=config.shm_bytes,
-            beat_s=min(config.hang_s, config.step_s) / 10,
+            beat_s=min(config.hang_s, config.step_s, 10 * _BEAT_S) / 10,
             observe=self._observe,
             hot_window_s=hot_window_s(self._plan, config),
         )

@@ -162,13 +162,17 @@ class _StatusCollector(Collector):
         labels = ["stage", "host"]
         up = GaugeMetricFamily("omniflow_stage_up", "1 while the stage takes requests.", labels=labels)
         restarts = CounterMetricFamily("omniflow_stage_restarts", "Times a stage was restarted.", labels=labels)
-        in_flight = GaugeMetricFamily("omniflow_stage_in_flight", "Requests a stage works on.", labels=labels)
+        in_flight = GaugeMetricFamily("omniflow_stage_in_flight", "Requests that need a stage.", labels=labels)
+        running = GaugeMetricFamily("omniflow_stage_running", "Calls of run under way.", labels=labels)
+        queued = GaugeMetricFamily("omniflow_stage_queued", "Items and calls that wait for a stage.", labels=labels)
         for stage in status.stages:
             where = [stage.name, stage.host]
             up.add_metric(where, stage.state == "ready")
             restarts.add_metric(where, stage.restarts)
             in_flight.add_metric(where, stage.in_flight)
-        yield from (up, restarts, in_flight)
+            running.add_metric(where, stage.running)
+            queued.add_metric(where, stage.queued)
+        yield from (up, restarts, in_flight, running, queued)
         dropped = CounterMetricFamily(
             "omniflow_edge_dropped_items", "Items that readers missed on edges that drop the oldest.", labels=["edge"]
         )

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -732,6 +733,66 @@ def test_a_second_signal_stops_at_once(start: Start) -> None:
     assert time.monotonic() - began < 5
     caller.join()
     assert "[DONE]" not in replies[0].text and "the runtime is stopping" in replies[0].text
+
+
+def is_one(server: Running, counted: str) -> bool:
+    return bool(httpx.get(f"{server.url}/ready").json()[counted] == 1)
+
+
+def stages_of(answer: httpx.Response) -> dict[str, dict[str, Any]]:
+    return {stage["name"]: stage for stage in answer.json()["stages"]}
+
+
+def test_ready_shows_every_stage_while_requests_run_and_while_it_drains(start: Start) -> None:
+    server = start(PARROT, "--profile", "loud", "--port", "0", "--set", "runtime.hang_s=1").wait_ready()
+    caller = threading.Thread(target=server.chat, args=("one " + "wait " * 3,))
+    caller.start()
+    busy = {"name": "parrot", "state": "ready", "restarts": 0, "in_flight": 1, "running": 1, "queued": 0}
+    idle = busy | {"name": "hum", "in_flight": 0, "running": 0}
+    wait_until(lambda: stages_of(httpx.get(f"{server.url}/ready")) == {"parrot": busy, "hum": idle})
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for("SIGTERM: 1 under way")
+    ready = httpx.get(f"{server.url}/ready")
+    assert (ready.status_code, ready.json()["status"], ready.json()["in_flight"]) == (503, "draining", 1)
+    assert ready.json()["reason"] == "the runtime is draining"
+    assert stages_of(ready) == {"parrot": busy, "hum": idle}
+    assert httpx.get(f"{server.url}/live").status_code == 200
+    refused = server.chat("hello")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+    assert server.end() == 0
+    caller.join()
+
+
+def test_ready_counts_restarts(start: Start) -> None:
+    server = start(PARROT, "--profile", "loud", "--port", "0").wait_ready()
+    assert server.chat("die").status_code == 503
+    wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 200)
+    stages = stages_of(httpx.get(f"{server.url}/ready"))
+    assert (stages["parrot"]["restarts"], stages["hum"]["restarts"]) == (1, 0)
+
+
+def test_drain_ends_after_its_time_and_refuses_who_waits(start: Start) -> None:
+    options = ("--set", "runtime.drain_s=0.3", "--set", "runtime.max_in_flight=1")
+    server = start(PARROT, "--profile", "loud", "--port", "0", *options).wait_ready()
+    replies: dict[str, httpx.Response] = {}
+
+    def ask(name: str) -> None:
+        replies[name] = server.chat("one " + "wait " * 40, stream=True)
+
+    callers = [threading.Thread(target=ask, args=(name,)) for name in ("runs", "waits")]
+    for caller, counted in zip(callers, ("in_flight", "queued"), strict=True):
+        caller.start()
+        wait_until(partial(is_one, server, counted))
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 0
+    assert 0.3 <= time.monotonic() - began < 5
+    for caller in callers:
+        caller.join()
+    assert (replies["waits"].status_code, replies["waits"].headers["retry-after"]) == (503, "5")
+    assert replies["waits"].json()["error"]["message"] == "the runtime is draining"
+    assert replies["runs"].status_code == 200
+    assert "[DONE]" not in replies["runs"].text and "the runtime is stopping" in replies["runs"].text
 
 
 def test_a_graph_that_fails_for_good_ends_the_command(start: Start) -> None:

@@ -51,6 +51,19 @@ async def test_a_slow_client_holds_back_its_own_source_and_no_other(cluster: Clu
         assert 5 <= sum(drop.at_s < goes_on_s for drop in drops) <= 13
 
 
+@everywhere
+async def test_the_status_shows_what_each_stage_has_to_do(cluster: Cluster) -> None:
+    async with running(build("block", 4), cluster, hang_s=0.5) as runtime:
+        reply = await runtime.submit("order", Order(20, "never"), outputs=["drops"])
+        other = await runtime.submit("order", Order(20), outputs=["num"])
+        with anyio.fail_after(5):
+            while [(s.running, s.queued) for s in runtime.status().stages] != [(1, 0), (1, 3)]:
+                await anyio.sleep(0.01)  # until the next heartbeat; the reader holds the fourth
+        assert (await other.collect())["num"] == 20
+        assert [(s.name, s.in_flight) for s in runtime.status().stages] == [("pour", 1), ("sip", 1)]
+        await reply.cancel()
+
+
 # -- drop_oldest -------------------------------------------------------------------------------------------------------
 
 

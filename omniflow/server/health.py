@@ -1,8 +1,8 @@
 """GET /live, /ready, /health and /metrics: what an orchestrator and an operator ask.
 
 /live    is it worth keeping?       503 only once the graph has failed for good: restart the process
-/ready   may requests be sent here? 503 while it starts, drains, or a stage is down
-/health  why not?                   the status of `ready`, with every stage
+/ready   may requests be sent here? 503 while it starts, drains, or a stage is down; with the state of every stage
+/health  what runs here?            the same, with the graph and the processes
 """
 
 from __future__ import annotations
@@ -22,19 +22,36 @@ if TYPE_CHECKING:
     from omniflow.runtime import RuntimeStatus
 
 
-class StageHealth(Struct, frozen=True):
-    """One stage: the fields of the runtime's `StageStatus`."""
+class StageReadiness(Struct, frozen=True):
+    """One stage: requests that need it, calls of its `run` under way, and what waits for it."""
 
     name: str
-    host: str
     state: str
     restarts: int
     in_flight: int
+    running: int
+    queued: int
+
+
+class Readiness(Struct, frozen=True):
+    """`reason` names why the graph has failed, the stages that are not up, or what the runtime does instead."""
+
+    status: str
+    in_flight: int
+    queued: int
+    reason: str | None
+    stages: tuple[StageReadiness, ...]
+
+
+class StageHealth(StageReadiness, frozen=True, kw_only=True):
+    """One stage, and where it runs."""
+
+    host: str
     pid: int | None
 
 
 class Health(Struct, frozen=True):
-    """`reason` names why the graph has failed, the stages that are not up, or what the runtime does instead."""
+    """`Readiness`, and of what."""
 
     status: str
     model: str
@@ -55,14 +72,15 @@ async def ready(service: Service, request: Request) -> Response:
     """Ready while every stage takes requests."""
     status = service.runtime.status()
     reason = _not_ready(status)
-    return _json({"status": status.state, "reason": reason}, 503 if reason else 200)
+    stages = tuple(StageReadiness(s.name, s.state, s.restarts, s.in_flight, s.running, s.queued) for s in status.stages)
+    return _json(Readiness(status.state, status.in_flight, status.queued, reason, stages), 503 if reason else 200)
 
 
 async def health(service: Service, request: Request) -> Response:
     """`ready` with the state of every stage."""
     status = service.runtime.status()
     reason = _not_ready(status)
-    stages = tuple(StageHealth(*s) for s in status.stages)
+    stages = tuple(StageHealth(**s._asdict()) for s in status.stages)
     graph = service.runtime.plan.name
     body = Health(status.state, service.model, graph, status.in_flight, status.queued, reason, stages)
     return _json(body, 503 if reason else 200)

@@ -127,8 +127,18 @@ async def test_health_names_what_is_down(
         "state": talker,
         "restarts": 2,
         "in_flight": 0,
+        "running": 0,
+        "queued": 0,
         "pid": None,
     }
+    readiness = (await client.get("/ready")).json()
+    assert readiness == {key: value for key, value in health.json().items() if key in readiness} | {
+        "stages": [
+            {key: value for key, value in stage.items() if key not in ("host", "pid")}
+            for stage in health.json()["stages"]
+        ]
+    }
+    assert set(health.json()) - set(readiness) == {"model", "graph"}
 
 
 async def samples(client: httpx.AsyncClient) -> dict[str, float]:
