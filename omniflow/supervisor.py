@@ -43,6 +43,12 @@ _KILL_AFTER_S = 5.0
 """What a host gets to close its actors before it is killed."""
 
 
+_IMPORT_HINT = (
+    " before it could say why; see its traceback above (a script that starts a Runtime does it under "
+    "`if __name__ == '__main__':`, because each host imports the script)"
+)
+
+
 class SupervisorEvents(Protocol):
     """What the runtime is told; `on_down` comes before anything is restarted."""
 
@@ -311,7 +317,9 @@ class Supervisor:
         stage = child.failure.stage if child.failure else child.host.name
         detail = child.failure.detail if child.failure else ""
         if first_start:
-            return StartError(f"failed to start: {reason}", stage=stage, detail=detail)
+            # A host that says nothing died on its imports: its traceback is on stderr, and one cause is common.
+            hint = _IMPORT_HINT if child.failure is None and reason == _why(1) else ""
+            return StartError(f"failed to start: {reason}{hint}", stage=stage, detail=detail)
         if child.host.restart.strategy == "stop":
             return StartError(f"died ({reason}), and its restart strategy is to stop", stage=stage, detail=detail)
         often = f"{len(child.deaths)} times within {child.host.restart.within_s:.0f} s"

@@ -526,6 +526,29 @@ async def test_a_stage_that_blocks_its_event_loop_is_killed_as_hung() -> None:
         assert [stage.restarts for stage in runtime.status().stages] == [0, 1]
 
 
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "import anyio\n"
+        "from omniflow import Runtime, cluster_named, plan\n"
+        "from tests.graphs.row import row\n"
+        "async def main():\n"
+        "    async with Runtime(plan(row('one').spec(), cluster_named('cpu'))):\n"
+        "        pass\n"
+        "anyio.run(main)\n"
+    )
+    root = Path(__file__).parents[1]
+    ran = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )
+    assert ran.returncode == 1
+    assert "if __name__ == '__main__':" in ran.stderr.splitlines()[-1]
+
+
 async def test_a_stage_whose_step_never_returns_is_killed_as_stuck() -> None:
     """Its event loop turns, so it beats; what it says there is that the step goes on and on."""
     async with running(row.row("one", "two", restart=AGAIN), CPU, step_s=0.5) as runtime:
