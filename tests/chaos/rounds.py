@@ -57,7 +57,7 @@ class Round(NamedTuple):
     """Requests that ended with all of their content."""
 
 
-class _Load:
+class Load:
     """Requests on both paths; each checks what it gets."""
 
     def __init__(self, runtime: Watched, dice: random.Random) -> None:
@@ -87,7 +87,7 @@ async def one_round(runtime: Watched, dice: random.Random, how: Literal["kill", 
     victim = dice.choice(HOSTS)
     side = victim.partition("_")[0]
     other = next(name for name in SIDES if name != side)
-    load = _Load(runtime, dice)
+    load = Load(runtime, dice)
     runtime.down_at.clear()
     runtime.ready_at.clear()
     async with anyio.create_task_group() as tasks:

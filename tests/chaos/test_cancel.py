@@ -22,9 +22,6 @@ from .scenes import cancels
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
 
-SLACK = 4
-"""Times a bound, for a machine that does other things, too."""
-
 
 async def full(runtime: Runtime, num: int) -> None:
     """All places, credits and blocks are there: `num` requests at once, each larger than its bounds, give all."""
@@ -50,7 +47,8 @@ async def test_cancels_0_to_5_ms_after_submission(processes: bool, dice: random.
             await settled(runtime)
         await full(runtime, 8)
     print(f"quiet after a cancel: p50 {np.median(quiet_s) * 1000:.1f} ms, max {max(quiet_s) * 1000:.1f} ms")
-    assert max(quiet_s) < 0.1 * SLACK
+    assert np.median(quiet_s) < 0.1
+    assert max(quiet_s) < 2
 
 
 async def test_an_id_is_free_at_once() -> None:

@@ -225,8 +225,8 @@ async def test_while_a_fan_in_waits(victim: str) -> None:
             await anyio.sleep(0.1)
             await kill(runtime, victim)
             began = time.perf_counter()
-            await until(runtime, lambda: len(asked.errors) + len(asked.found) == 4 or victim in ("start", "right"), 1)
-            assert time.perf_counter() - began < 0.2 * 4
+            await until(runtime, lambda: len(asked.errors) + len(asked.found) == 4 or victim in ("start", "right"), 2)
+            assert time.perf_counter() - began < 2
             if not asked.errors:
                 await kill(runtime, "left")
                 victim = "left"
