@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left", "no_col
 
 
 async def test_aborted_streams_leave_no_memory(dice: random.Random) -> None:
-    async with running(paths.build(), CPU, max_in_flight=8) as runtime:
+    async with running(paths.build(), CPU) as runtime:
         await growth(runtime, dice, 0)
         first = Footprint.now()
         found = await growth(runtime, dice, rounds(2000))
