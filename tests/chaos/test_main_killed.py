@@ -36,7 +36,7 @@ def test_killed_under_load(then: str, whole_group: bool, dice: random.Random) ->
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_killed_while_it_starts(whole_group: bool, dice: random.Random) -> None:
     """Before the fork server is there, while that imports its modules, while hosts are forked."""
-    for _ in range(rounds(6)):
+    for _ in range(rounds(4)):
         with program() as (process, mark):
             time.sleep(dice.random() * 0.8)
             kill(process, whole_group)
@@ -45,7 +45,7 @@ def test_killed_while_it_starts(whole_group: bool, dice: random.Random) -> None:
 
 def test_killed_while_the_fork_server_imports(dice: random.Random) -> None:
     """From its first instruction on it must know whose child it is."""
-    for _ in range(rounds(4)):
+    for _ in range(rounds(3)):
         with program(module="early") as (process, mark):
             up(process)
             time.sleep(dice.random() * 0.1)
