@@ -4,15 +4,16 @@ PYTHON ?= python3
 GRAPH ?= graphs/ming_omni.py
 ARGS ?=
 VENV := .venv
+PEERS := .venv-bench
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := omniflow actors graphs tests bench docs
 
-.PHONY: help run test setup check format bench docs clean
+.PHONY: help run test setup check format bench bench-peers docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/.installed ## install what is missing, fetch the weights, serve on 127.0.0.1:8000 (GRAPH=..., ARGS="--port 9000")
 	@$(BIN)/omniflow run $(GRAPH) $(ARGS)
@@ -33,15 +34,25 @@ format: $(VENV)/.installed-dev ## format the code and mend what ruff can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.installed-dev ## measure: first token, first audio, real-time factor, memory; and under five times the load
-	$(BIN)/python bench/e2e.py $(ARGS)
+bench: $(VENV)/.installed-dev ## measure: graphs, transports beside peers, engine, first token and audio, overload
+	$(BIN)/python -m bench.overhead --json bench/results/overhead.json
+	$(BIN)/python -m bench.transports --write $(ARGS)
+	$(BIN)/python -m pytest bench --benchmark-columns=min,median,rounds --benchmark-json=bench/results/parts.json
+	$(BIN)/python bench/engine.py
+	$(BIN)/python bench/e2e.py --json bench/results/e2e.json
 	$(BIN)/python bench/overload.py
+
+bench-peers: | $(VENV)/.made ## install what `make bench` compares with (.venv-bench); what cannot be had is left out
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@for peer in $$(cat bench/peers/requirements.txt); do \
+		$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt $$peer || \
+		echo "left out: $$peer"; done
 
 docs: $(VENV)/.installed-dev ## write what is generated: docs/config.md, the picture in README.md
 	$(BIN)/python docs/generate.py
 
 clean: ## remove .venv and everything that tools have written; weights stay in the user's cache
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PEERS) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are younger than everything that decides what is installed, so a second call of make does nothing.

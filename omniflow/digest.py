@@ -27,11 +27,11 @@ _MOST_DIGESTS = 2**16
 
 def pack(value: object) -> Packed:
     """A value as bytes. Raises ProtocolError where it has no wire form."""
-    body, parts, size, _ = encode(value)
-    region = bytearray(size)
-    for offset, flat in parts:
+    encoded = encode(value)
+    region = bytearray(encoded.size)
+    for offset, flat in encoded.parts:
         region[offset : offset + flat.nbytes] = flat.data
-    return body, bytes(region)
+    return encoded.body, bytes(region)
 
 
 def unpack(hint: Any, packed: Packed) -> Any:
@@ -79,9 +79,9 @@ def _frames(value: Latents) -> Piece:
 
 
 def _whole(value: object) -> Piece:
-    body, parts, _, _ = encode(value, order="deterministic")
-    found = hashlib.blake2b(body, digest_size=16)
-    for _, flat in parts:
+    encoded = encode(value, order="deterministic")
+    found = hashlib.blake2b(encoded.body, digest_size=16)
+    for _, flat in encoded.parts:
         found.update(flat.data)
     return Piece(found.digest(), 16)
 

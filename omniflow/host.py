@@ -56,7 +56,18 @@ from omniflow.topology import CLIENT, Edge, Stage, route
 from omniflow.transport.base import Link
 from omniflow.transport.local_object import loopback
 from omniflow.turns import progress
-from omniflow.visit import EdgeFull, PortEmit, Reader, Run, StageRoute, Visit, in_rows, refuse_wrong_type, results_of
+from omniflow.visit import (
+    EdgeFull,
+    PortEmit,
+    Reader,
+    Run,
+    SendItem,
+    StageRoute,
+    Visit,
+    in_rows,
+    refuse_wrong_type,
+    results_of,
+)
 
 log = logging.getLogger("omniflow.host")
 
@@ -104,8 +115,9 @@ def host_spec(
 
 def hot_window_s(plan: Plan, config: RuntimeConfig) -> float:
     """How long the processes of `plan` look for more traffic before they sleep: not at all where cores are scarce."""
-    num_processes = 1 + sum(host.process for host in plan.hosts)
-    return config.hot_window_us / 1e6 if num_processes <= plan.cluster.cpu_cores else 0.0
+    cores = plan.cluster.cpu_cores
+    spare = cores > 1 and sum(host.process for host in plan.hosts) <= cores
+    return config.hot_window_us / 1e6 if spare else 0.0
 
 
 class _LocalStage:
@@ -286,19 +298,12 @@ class Host:
         run = visit.runs.get(planned.target)
         if run is None:
             return
-        mailbox = run.streams.get(planned.target_port)
-        if mailbox is None:
-            run.values[planned.target_port] = value
-            run.missing.discard(planned.target_port)
-        else:
-            try:
-                mailbox.put(seq, value)
-            except ProtocolError as error:
-                error.stage = planned.source
-                self._fail(visit, error)
-                return
-        if not run.started:
-            self._start_if_ready(visit, run)
+        if planned.target_port in run.streams:
+            self._put(visit, run, planned, edge, request, seq, value)
+            return
+        run.values[planned.target_port] = value
+        run.missing.discard(planned.target_port)
+        self._start_if_ready(visit, run)
 
     def _on_end(self, message: End) -> None:
         visit = self._visit(message.request)
@@ -412,10 +417,12 @@ class Host:
                 if visit.over:
                     scope.cancel()
                 result = await self._stages[run.route.stage].call(self._arguments(visit, run))
-                while run.route.follow is not None:
-                    refuse_wrong_type(run.route.stage, run.route.ports.outputs[0], result)
-                    visit.leave(run)
-                    run.follow(run.route.follow, result)
+                while (following := run.route.follow) is not None:
+                    if not isinstance(result, run.route.gives):
+                        refuse_wrong_type(run.route.stage, run.route.ports.outputs[0], result)
+                    if run.streams:
+                        visit.leave(run)
+                    run.follow(following, result)
                     result = await self._stages[run.route.stage].call(self._arguments(visit, run))
                 await self._finish_stage(visit, run, result)
         except RequestError as error:
@@ -437,7 +444,7 @@ class Host:
             self._close_if_done(visit)
 
     def _arguments(self, visit: Visit, run: Run) -> dict[str, Any]:
-        if not run.streams and not run.route.emits and run.route.ports.context is None:
+        if run.route.takes_values_only:
             return run.values
         arguments = {**run.values, **run.streams}
         for port in run.route.emits:
@@ -462,10 +469,31 @@ class Host:
         if planned.policy == "fail":
             text = f"stream edge {planned} is full: its reader has not taken the {planned.bound} items under way"
             full = EdgeFull(text, planned.target)
-        link = self.links.get(planned.target_host)
+        return Reader(edge, self._way_out(visit, planned), visit.credits[edge], planned.loop, full)
+
+    def _way_out(self, visit: Visit, edge: PlannedEdge) -> SendItem:
+        """How items of a stream edge leave their stage: as directly as may be."""
+        link = self.links.get(edge.target_host)
+        if link is None or self._observer is not None:
+            return self._send_item
+        run = visit.runs.get(edge.target)
+        if edge.target_host == self.spec.name and run is not None:
+            return functools.partial(self._put, visit, run, edge)
         # A link serves the requests that were opened while it was there: after a restart there is another one.
-        send = link.send_item if link is not None and self._observer is None else self._send_item
-        return Reader(edge, send, visit.credits[edge], planned.loop, full)
+        return link.send_item
+
+    def _put(self, visit: Visit, run: Run, edge: PlannedEdge, _: int, request: int, seq: int, value: object) -> None:
+        """An item of a stream arrives at a stage of this host."""
+        if visit.over:
+            return
+        try:
+            run.streams[edge.target_port].put(seq, value)
+        except ProtocolError as error:
+            error.stage = edge.source
+            self._fail(visit, error)
+            return
+        if not run.started:
+            self._start_if_ready(visit, run)
 
     async def _finish_stage(self, visit: Visit, run: Run, result: Any) -> None:
         """Send what the stage gave, end its streams, and forget it."""

@@ -28,7 +28,7 @@ class KeptInputs:
     def keep(self, items: Sequence[object], options: Options) -> Kept | None:
         """Keep what a request enters with, if there is room. None too where it could not enter at all."""
         try:
-            size_bytes = sum(len(body) + size for body, _, size, _ in map(encode, items))
+            size_bytes = sum(encoded.num_bytes for encoded in map(encode, items))
         except ProtocolError:
             return None
         if self.held_bytes + size_bytes > self._limit_bytes:

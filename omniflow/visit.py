@@ -30,8 +30,8 @@ class StageRoute:
     """
 
     __slots__ = (
-        "absent", "emits", "follow", "inputs", "missing", "outputs", "ports", "refusals", "stage", "stream_edges",
-        "streams",
+        "absent", "emits", "follow", "gives", "inputs", "missing", "outputs", "ports", "refusals", "stage",
+        "stream_edges", "streams", "takes_values_only",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +53,8 @@ class StageRoute:
         self.streams = [(p.name, inputs[p.name]) for p in ports.inputs if p.kind == "stream" and p.name in inputs]
         self.emits = [port for port in ports.outputs if port.kind == "stream"]
         self.stream_edges = [edge for port in self.emits for edge in outputs[port.name]]
+        self.takes_values_only = not self.streams and not self.emits and ports.context is None
+        self.gives = class_of(ports.outputs[0]) if ports.outputs else type(None)
 
     def row_edges(self) -> Iterator[int]:
         """The stream edges that leave this stage, and those that follow it."""
@@ -208,7 +210,7 @@ class PortEmit(Emit[Any]):
         self._only = readers[0] if len(readers) == 1 else None
         self._refusal = refusal
         self._progress = progress
-        self._class: type = port.type if isinstance(port.type, type) else type(None)
+        self._class = class_of(port)
         self._num_sent = 0
         self._turn = asyncio.Lock()
 
@@ -227,7 +229,9 @@ class PortEmit(Emit[Any]):
         only = self._only
         if only is not None and not self._turn.locked() and (seq := only.credits.try_take()) >= 0:
             # One reader, which has room: most often there is nothing to wait for.
-            pending = self._send_item(only, seq, value)
+            pending = (
+                self._send_item(only, seq, value) if only.loop else only.send(only.edge, self._request, seq, value)
+            )
             if pending is not None:
                 async with self._turn:
                     await self._leave(only, pending)
@@ -278,6 +282,11 @@ def results_of(route: StageRoute, result: Any) -> dict[str, Any]:
                 raise UnsupportedError(route.refusals[port.name], stage=route.stage)
         found[port.name] = value
     return found
+
+
+def class_of(port: Port) -> type:
+    """What a value of `port` is an instance of; NoneType, which no value is, where that takes a closer look."""
+    return port.type if isinstance(port.type, type) else type(None)
 
 
 def accepts(hint: Any, value: object) -> bool:

@@ -81,7 +81,7 @@ async def test_a_request_goes_through_the_hops_in_order() -> None:
     async with Runtime(plan(graph.spec(), here)) as runtime:
         transport = httpx.ASGITransport(build_app(runtime, model="hum"))
         async with httpx.AsyncClient(transport=transport, base_url="http://hum") as client:
-            with traced(hops) as seen:
+            with traced([*hops, stream_audio]) as seen:
                 reply = await client.post("/v1/audio/speech", json=body)
     assert reply.status_code == 200
     assert len(reply.content) == 2 * 240 * len("hello")

@@ -122,7 +122,7 @@ class ArrowShmLink(Link):
         self._mapped: dict[int, mmap.mmap] = {}
         self._deaths = Deaths(self._loop, self._release)
         self._socket.setblocking(False)
-        self._loop.add_reader(self._socket.fileno(), self.poll)
+        self._loop.add_reader(self._socket.fileno(), self._readable)
         memory.links.add(self)
         memory.pool.serve(self._loop)
         memory.hot_window.serve(self._loop)
@@ -176,7 +176,7 @@ class ArrowShmLink(Link):
 
     def _item(self, edge: int, request: int, seq: int, encoded: Encoded, block: Block | None) -> Item | None:
         """The message for a value, its buffers in place; None where all shared memory is in use."""
-        body, parts, size, loans = encoded
+        body, parts, size, loans = encoded.body, encoded.parts, encoded.size, encoded.loans
         small = size <= _INLINE_BYTES and len(body) <= _BODY_BYTES
         if block is None and not small:
             block = self._memory.pool.try_take(_block_size(encoded))
@@ -197,14 +197,14 @@ class ArrowShmLink(Link):
 
     def _fill(self, block: Block, encoded: Encoded) -> int:
         """Copy a value's buffers into a block, after its msgpack form where that is large; gives the length of that."""
-        body, parts, _, _ = encoded
+        body = encoded.body
         region = self._memory.pool.slab(block.slab).bytes
         start = block.offset
         body_length = len(body) if len(body) > _BODY_BYTES else 0
         if body_length:
             region[start : start + body_length] = np.frombuffer(body, np.uint8)
             start += _aligned(body_length)
-        for offset, flat in parts:
+        for offset, flat in encoded.parts:
             region[start + offset : start + offset + flat.nbytes] = flat
         return body_length
 
@@ -303,27 +303,39 @@ class ArrowShmLink(Link):
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        delivered = 0
-        while delivered < _DRAIN and not self._closed:
-            try:
-                size, ancillary, _flags, _address = self._socket.recvmsg_into(
-                    (self._buffer,), _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-                )
-            except (BlockingIOError, InterruptedError):
-                return
-            except ConnectionResetError:
-                size, ancillary = 0, []
-            if size == 0:
-                self._lost()
-                return
-            messages = _decoder.decode(self._view[:size])
-            descriptors = _descriptors(ancillary) if ancillary else []
-            delivered += len(messages)
-            self._received += len(messages)
-            self._memory.hot_window.hit()
-            for message in messages:
-                if not self._closed:
-                    self._deliver(message, descriptors)
+        while self._receive():
+            pass
+
+    def _readable(self) -> None:
+        """Something has come. Where it came alone, the next is not here yet: finding that out costs 1.3 us."""
+        delivered = count = self._receive()
+        while count > 1 and delivered < _DRAIN:
+            count = self._receive()
+            delivered += count
+
+    def _receive(self) -> int:
+        """Deliver one datagram; gives the number of its messages, 0 where there was none."""
+        if self._closed:
+            return 0
+        try:
+            size, ancillary, _flags, _address = self._socket.recvmsg_into(
+                (self._buffer,), _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except ConnectionResetError:
+            size, ancillary = 0, []
+        if size == 0:
+            self._lost()
+            return 0
+        messages = _decoder.decode(self._view[:size])
+        descriptors = _descriptors(ancillary) if ancillary else []
+        self._received += len(messages)
+        self._memory.hot_window.hit()
+        for message in messages:
+            if not self._closed:
+                self._deliver(message, descriptors)
+        return len(messages)
 
     def _deliver(self, message: Message, descriptors: list[int]) -> None:
         match message:

@@ -38,13 +38,18 @@ class Loan(NamedTuple):
     flat: Region
 
 
-class Encoded(NamedTuple):
+class Encoded(msgspec.Struct, frozen=True):
     """A value ready to travel: `body`, what is copied to offsets in a region of `size` bytes, and what is not."""
 
     body: bytes
     parts: Sequence[tuple[int, Region]]
     size: int
     loans: Sequence[Loan]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in all, less what is not copied."""
+        return len(self.body) + self.size
 
 
 FindBlock = Callable[[Region], "tuple[Block, int] | None"]
@@ -65,15 +70,20 @@ class Encoder:
         """Raises ProtocolError where a part of `value` has no wire form. Buffers are not copied yet."""
         try:
             body = self._encoder.encode(value)
-            if not self._parts and not self._loans:
-                return Encoded(body, (), 0, ())
-            return Encoded(body, self._parts, self._size, self._loans)
         except (TypeError, OverflowError, UnicodeEncodeError) as error:
+            self._taken()
             raise ProtocolError(f"{type(value).__name__} cannot travel between processes: {error}") from None
-        finally:
-            # A value may itself be a view that holds a block: nothing of it stays here.
-            if self._parts or self._loans:
-                self._parts, self._loans, self._size = [], [], 0
+        except ProtocolError:
+            self._taken()
+            raise
+        parts, size, loans = self._taken() if self._parts or self._loans else ((), 0, ())
+        return Encoded(body, parts, size, loans)
+
+    def _taken(self) -> tuple[list[tuple[int, Region]], int, list[Loan]]:
+        """The buffers of a value. Nothing of it stays here: it may itself be a view that holds a block."""
+        taken = self._parts, self._size, self._loans
+        self._parts, self._size, self._loans = [], 0, []
+        return taken
 
     def _place(self, value: Any) -> tuple[int, str, tuple[int, ...], int, int]:
         if isinstance(value, np.ndarray):
