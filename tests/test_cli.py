@@ -777,7 +777,7 @@ def test_drain_ends_after_its_time_and_refuses_who_waits(start: Start) -> None:
     replies: dict[str, httpx.Response] = {}
 
     def ask(name: str) -> None:
-        replies[name] = server.chat("one " + "wait " * 40, stream=True)
+        replies[name] = server.chat("one " + "wait " * 400, stream=True)  # far longer than the test
 
     callers = [threading.Thread(target=ask, args=(name,)) for name in ("runs", "waits")]
     for caller, counted in zip(callers, ("in_flight", "queued"), strict=True):
