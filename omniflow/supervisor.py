@@ -39,6 +39,8 @@ HostState = Literal["starting", "ready", "down", "failed", "stopped"]
 _LONGEST_BACKOFF_S = 10.0
 _BEAT_S = 1.0
 """The longest time between two heartbeats: the load that they report is at most so old."""
+_TOLD_WITHIN_S = 0.05
+"""How long the death of a host waits for its cause to be known: 1 ms on most machines, more on one that is too busy."""
 _KILL_AFTER_S = 5.0
 """What a host gets to close its actors before it is killed."""
 
@@ -80,6 +82,8 @@ class Child:
         self.failure: HostFailed | None = None
         self.swept = False
         """Killed because another host's strategy restarts it too; that is no death of its own."""
+        self.silence: asyncio.TimerHandle | None = None
+        """Ends the wait for how it died."""
         self.gone = anyio.Event()
         self.started = 0.0
         self.launched = anyio.Event()
@@ -167,7 +171,7 @@ class Supervisor:
                 failure = _start(process)
             if failure is not None:
                 raise OSError(failure)
-            unless_started.callback(_reap, process)
+            unless_started.callback(_forget_soon, process)
             pidfd = os.pidfd_open(process.pid)
             unless_started.pop_all()
         child.process, child.failure, child.state, child.gone = process, None, "starting", anyio.Event()
@@ -256,11 +260,25 @@ class Supervisor:
     # -- death -----------------------------------------------------------------------------------------------------
 
     def _on_exit(self, child: Child) -> None:
+        """The kernel says that it is dead; how it died its parent, the fork server, says a moment later."""
         assert child.pidfd is not None
-        asyncio.get_running_loop().remove_reader(child.pidfd)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(child.pidfd)
+        if child.process.exitcode is None:
+            loop.add_reader(child.process.sentinel, self._bury, child)
+            child.silence = loop.call_later(_TOLD_WITHIN_S, self._bury, child)
+        else:
+            self._bury(child)
+
+    def _bury(self, child: Child) -> None:
+        assert child.pidfd is not None
+        if child.silence is not None:
+            child.silence.cancel()
+            child.silence = None
+            asyncio.get_running_loop().remove_reader(child.process.sentinel)
         os.close(child.pidfd)
         child.pidfd = None
-        code = _reap(child.process)
+        code = _forget(child.process)
         if child.link is not None:
             _hear_out(child.link)
             child.link.close()
@@ -327,7 +345,8 @@ class Supervisor:
 
     def _kill(self, child: Child) -> None:
         if child.pidfd is not None:
-            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # dead, and about to be noticed
+                signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
 
     # -- stop ------------------------------------------------------------------------------------------------------
 
@@ -400,10 +419,14 @@ def _hear_out(link: Link) -> None:
         link.poll()
 
 
-def _reap(process: Any) -> int | None:
-    """Forget a process that is dead; gives its exit code, if its parent tells in time."""
-    process.join(0.1)
+def _forget(process: Any) -> int | None:
+    """Close what belongs to a process that is dead; gives its exit code, if its parent has told."""
     code: int | None = process.exitcode
-    with contextlib.suppress(ValueError):  # its parent has not told
+    with contextlib.suppress(ValueError):  # not told
         process.close()
     return code
+
+
+def _forget_soon(process: Any) -> None:
+    process.join(_TOLD_WITHIN_S)
+    _forget(process)

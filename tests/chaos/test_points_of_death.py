@@ -263,6 +263,20 @@ async def test_strategies_under_load(strategy: Any, swept: set[str], dice: rando
         assert len((await ask(runtime, "task", Task(num=10)))["numbers"]) == 10
 
 
+async def test_all_die_at_once_where_one_would_take_along_all() -> None:
+    """The others are dead already, and their numbers free, when they are to be killed for the first."""
+    restart = Restart("one_for_all", max_restarts=1_000_000, within_s=0.001, backoff_s=0.001)
+    async with running(perils.build(restart=restart), CPU) as runtime:
+        for _ in range(5):
+            pids = {status.pid or 0 for status in runtime.status().stages}
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            hold_up_the_event_loop(0.1)
+            await until(runtime, lambda: not pids & {status.pid for status in runtime.status().stages})  # noqa: B023
+            await up_again(runtime)
+            assert len((await ask(runtime, "task", Task(num=10)))["numbers"]) == 10
+
+
 # -- stopping ----------------------------------------------------------------------------------------------------------
 
 
