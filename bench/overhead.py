@@ -25,7 +25,7 @@ from omniflow.runtime import Runtime
 NUM_STAGES = 7
 NUM_REQUESTS = 1000
 IN_FLIGHT = (1, 16, 256, 2048)
-PLENTY = {"max_in_flight": 4096, "max_queued": 4096}
+PLENTY = {"max_in_flight": 100_000, "max_queued": 100_000}
 
 
 async def request(runtime: Runtime) -> None:
@@ -107,6 +107,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = asyncio.run(measure())
     if arguments.json:
+        arguments.json.parent.mkdir(exist_ok=True)
         arguments.json.write_text(json.dumps({"load": os.getloadavg(), "rows": found}, indent=2) + "\n")
 
 

@@ -150,6 +150,7 @@ def main() -> None:
     found = measure(cases, arguments.rounds, arguments.patience)
     if arguments.write:
         results = ROOT / "bench/results"
+        results.mkdir(exist_ok=True)
         (results / "transports.json").write_text(json.dumps(found, indent=1) + "\n")
         report.write(ROOT)
     else:

@@ -295,11 +295,12 @@ class Host:
                 self._hold(request, functools.partial(self.on_item, link, edge, request, seq, value))
             return
         planned = self._edges[edge]
-        run = visit.runs.get(planned.target)
+        run = visit.run_of(planned.target)
         if run is None:
             return
-        if planned.target_port in run.streams:
-            self._put(visit, run, planned, edge, request, seq, value)
+        mailbox = run.streams.get(planned.target_port)
+        if mailbox is not None:
+            self._put(visit, run, mailbox, edge, request, seq, value)
             return
         run.values[planned.target_port] = value
         run.missing.discard(planned.target_port)
@@ -308,7 +309,7 @@ class Host:
     def _on_end(self, message: End) -> None:
         visit = self._visit(message.request)
         planned = self._edges[message.edge]
-        run = visit.runs.get(planned.target) if visit is not None else None
+        run = visit.run_of(planned.target) if visit is not None else None
         if visit is None or run is None:
             return
         try:
@@ -322,7 +323,7 @@ class Host:
     def _on_skip(self, edge: int, request: int) -> None:
         visit = self._visit(request)
         planned = self._edges[edge]
-        run = visit.runs.get(planned.target) if visit is not None else None
+        run = visit.run_of(planned.target) if visit is not None else None
         if visit is None or run is None:
             return
         port = next(port for port in run.route.ports.inputs if port.name == planned.target_port)
@@ -476,20 +477,22 @@ class Host:
         link = self.links.get(edge.target_host)
         if link is None or self._observer is not None:
             return self._send_item
-        run = visit.runs.get(edge.target)
-        if edge.target_host == self.spec.name and run is not None:
-            return functools.partial(self._put, visit, run, edge)
+        run = visit.run_of(edge.target)
+        if run is not None and edge.target_host == self.spec.name:
+            return functools.partial(self._put, visit, run, run.streams[edge.target_port])
         # A link serves the requests that were opened while it was there: after a restart there is another one.
         return link.send_item
 
-    def _put(self, visit: Visit, run: Run, edge: PlannedEdge, _: int, request: int, seq: int, value: object) -> None:
+    def _put(
+        self, visit: Visit, run: Run, mailbox: Mailbox[Any], edge: int, request: int, seq: int, value: object
+    ) -> None:
         """An item of a stream arrives at a stage of this host."""
         if visit.over:
             return
         try:
-            run.streams[edge.target_port].put(seq, value)
+            mailbox.put(seq, value)
         except ProtocolError as error:
-            error.stage = edge.source
+            error.stage = self._edges[edge].source
             self._fail(visit, error)
             return
         if not run.started:

@@ -141,6 +141,11 @@ class Visit:
         self._dropped: dict[int, int] = {}
         self.over = False
 
+    def run_of(self, stage: str) -> Run | None:
+        """The run of a stage that may still get something; None once it is through, even where its row goes on."""
+        run = self.runs.get(stage)
+        return run if run is not None and run.route.stage == stage else None
+
     def stop(self) -> None:
         """Cancel every run; remember what each was doing."""
         if self.over:

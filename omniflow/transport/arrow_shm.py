@@ -106,7 +106,7 @@ class ArrowShmLink(Link):
         self._keeps_views = keeps_views
         self._loop = asyncio.get_running_loop()
         self._encoder = Encoder(memory.pool.find)
-        self._buffer = bytearray(_DATAGRAM_BYTES)
+        self._buffer = bytearray(len(_ONE) + _DATAGRAM_BYTES)
         self._view = memoryview(self._buffer)
         self._queue: deque[tuple[bytes, Sequence[int]]] = deque()
         self._queued_bytes = 0
