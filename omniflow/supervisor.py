@@ -275,10 +275,13 @@ class Supervisor:
         if child.silence is not None:
             child.silence.cancel()
             child.silence = None
-            asyncio.get_running_loop().remove_reader(child.process.sentinel)
         os.close(child.pidfd)
         child.pidfd = None
-        code = _forget(child.process)
+        code = child.process.exitcode
+        if code is None:  # still not told: its descriptors stay open until then
+            asyncio.get_running_loop().add_reader(child.process.sentinel, _forget, child.process)
+        else:
+            _forget(child.process)
         if child.link is not None:
             _hear_out(child.link)
             child.link.close()
@@ -419,14 +422,13 @@ def _hear_out(link: Link) -> None:
         link.poll()
 
 
-def _forget(process: Any) -> int | None:
-    """Close what belongs to a process that is dead; gives its exit code, if its parent has told."""
-    code: int | None = process.exitcode
-    with contextlib.suppress(ValueError):  # not told
-        process.close()
-    return code
+def _forget(process: Any) -> None:
+    """Close what belongs to a process that is dead, and whose parent has told so."""
+    asyncio.get_running_loop().remove_reader(process.sentinel)
+    process.close()
 
 
 def _forget_soon(process: Any) -> None:
     process.join(_TOLD_WITHIN_S)
-    _forget(process)
+    with contextlib.suppress(ValueError):  # not told
+        process.close()

@@ -120,6 +120,28 @@ async def test_a_fork_server_that_dies_while_it_starts_a_host(dice: random.Rando
             assert (await ask(runtime, "task", Task()))["numbers"] == [0]
 
 
+async def test_a_death_of_which_its_parent_says_nothing() -> None:
+    """The fork server is busy, or stopped: who waits for its word holds up nobody, and not for long."""
+    async with running(perils.build(), CPU) as runtime:
+        server = multiprocess.forkserver._forkserver._forkserver_pid
+        reply = await runtime.submit("task", Task(reads=1, holds_s=30))
+        await anext(reply)
+        os.kill(server, signal.SIGSTOP)
+        try:
+            began = time.perf_counter()
+            os.kill(pid_of(runtime, "hold"), signal.SIGKILL)
+            while time.perf_counter() < began + 0.02:
+                turn = time.perf_counter()
+                await anyio.sleep(0)
+                assert time.perf_counter() - turn < 0.09, "the event loop stood still"
+            with pytest.raises(StageDiedError, match="its process is gone"):
+                await anext(reply)
+            assert time.perf_counter() - began < 1
+        finally:
+            os.kill(server, signal.SIGCONT)
+        assert (await ask(runtime, "task", Task()))["numbers"] == [0]
+
+
 async def test_killed_during_the_first_start() -> None:
     """Nothing was ever up: that is an error of the start, which names the stage; no other host stays."""
     for delay_s in (0.0, 0.002, 0.01, 0.05):
