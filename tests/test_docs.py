@@ -124,7 +124,7 @@ def check_omniflow(arguments: list[str]) -> None:
 
 
 def check_make(arguments: list[str]) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert {word for word in arguments if "=" not in word} <= targets
 
 

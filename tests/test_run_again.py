@@ -124,7 +124,8 @@ async def test_only_the_stage_that_says_replay_is_replayed(tmp_path: Path) -> No
         it.gate.unlink()
         reply = await it.submit(outputs=["load"])
         await it.until(lambda: it.notes.count("carry") == 2)
-        it.kill("fetch")  # it has done its part
+        await it.until(lambda: "fetch" not in reply.open_hosts)  # it has done its part, and said so
+        it.kill("fetch")
         await it.until(lambda: not it.is_up("fetch"))
         it.gate.touch()
         assert await reply.collect() == {"load": 0}
