@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import time
 from pathlib import Path
@@ -35,8 +36,8 @@ def cpu_s(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
-async def messages(name: str) -> None:
-    async with running(there_and_back(Ping, Pong, "back"), processes=True) as runtime:
+async def messages(name: str, **config: Any) -> None:
+    async with running(there_and_back(Ping, Pong, "back"), processes=True, **config) as runtime:
         await ask(runtime, 200)
         tell_times(name, "round trip hot", await ask(runtime, NUM_TRIPS))
         tell_times(name, "round trip idle", await ask(runtime, NUM_IDLE, PAUSE_S))
@@ -47,7 +48,7 @@ async def messages(name: str) -> None:
         await asyncio.sleep(2)
         passed = time.monotonic() - began
         tell(name, "idle CPU", max(cpu_s(pid) - was for pid, was in zip(pids, before, strict=True)) / passed * 100)
-    async with running(one_way(256), processes=True) as runtime:
+    async with running(one_way(256), processes=True, **config) as runtime:
         for count in (2000, NUM_SENT * 2):
             got = await (await runtime.submit("ask", Ask(count))).collect()
         tell(name, "rate", count / (got["ended"] - got["began"]) * 1e9)
@@ -76,6 +77,8 @@ async def start(name: str) -> None:
 async def main() -> None:
     await start("omniflow")
     await messages("omniflow")
+    if importlib.util.find_spec("uvloop") is not None:
+        await messages("omniflow (uvloop)", uvloop=True)
     await payloads("omniflow")
 
 

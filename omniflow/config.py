@@ -55,9 +55,12 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
             le=10_000,
             description="how long a process looks for more traffic after some before it sleeps, at most; "
-            "0: not at all, as where there are fewer cores than processes",
+            "0: not at all, as where there are fewer cores than hosts",
         ),
     ] = 200
+    uvloop: Annotated[
+        bool, Meta(description="run the event loops of host processes on uvloop, which must be installed")
+    ] = False
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -87,6 +87,7 @@ class HostSpec(msgspec.Struct, frozen=True):
     beat_s: float
     observe: Observe | None = None
     hot_window_s: float = 0.0
+    uvloop: bool = False
 
 
 def host_spec(
@@ -97,6 +98,7 @@ def host_spec(
     beat_s: float,
     observe: Observe | None = None,
     hot_window_s: float = 0.0,
+    uvloop: bool = False,
 ) -> HostSpec:
     """The part of `plan` that concerns the host `name`."""
     host = next(host for host in plan.hosts if host.name == name)
@@ -110,6 +112,7 @@ def host_spec(
         beat_s,
         observe,
         hot_window_s,
+        uvloop,
     )
 
 

@@ -38,7 +38,7 @@ def host_main(spec: HostSpec, connection: socket.socket, parent: int, log_level:
     # What was imported before the fork is never garbage, and its pages stay shared as long as nobody looks at them.
     gc.freeze()
     gc.set_threshold(_GC_OBJECTS)
-    broken = anyio.run(_serve, spec, connection)
+    broken = anyio.run(_serve, spec, connection, backend_options={"use_uvloop": spec.uvloop})
     # Libraries of actors may leave threads behind that would keep the interpreter alive.
     sys.stderr.flush()
     os._exit(EXIT_BROKEN if broken else 0)

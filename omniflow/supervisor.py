@@ -123,6 +123,8 @@ class Supervisor:
 
     async def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Start all hosts, in parallel; they report by `SupervisorEvents`."""
+        if self._config.uvloop and not _importable("uvloop"):
+            raise StartError("runtime.uvloop is set, but uvloop is not installed: pip install uvloop")
         self._tasks = tasks
         if any(child.host.start_method == "forkserver" for child in self.children.values()):
             _start_forkserver(self._preload())
@@ -137,6 +139,7 @@ class Supervisor:
         stages = [self._plan.graph.stage(name) for host in hosts for name in host.stages]
         modules = sorted({stage.actor.__module__ for stage in stages} - {"__main__"})
         modules += sorted({module for stage in stages for module in stage.actor.preload})
+        modules += ["uvloop"] if self._config.uvloop else []
         return ["omniflow.forkserver_start", "omniflow.process", *(m for m in modules if _importable(m))]
 
     async def _launch(self, child: Child, delay_s: float) -> None:
@@ -189,6 +192,7 @@ class Supervisor:
             beat_s=min(config.hang_s, config.step_s, 10 * _BEAT_S) / 10,
             observe=self._observe,
             hot_window_s=hot_window_s(self._plan, config),
+            uvloop=config.uvloop,
         )
         parent = os.getpid() if host.start_method == "spawn" else 0
         arguments = (spec, connection, parent, log.getEffectiveLevel())

@@ -12,14 +12,13 @@ call and a wake-up cost more than ten messages.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import mmap
 import os
 import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,10 +38,10 @@ _DATAGRAM_BYTES = 128 * 1024
 _LARGEST_INLINE_BYTES = 96 * 1024
 _FULL_BYTES = 64 * 1024
 """Messages that wait are sent once they fill so much of a datagram."""
-_HELD_BYTES = 256 * 1024
+_STUCK_BYTES = 256 * 1024
 """What may wait for a slow peer before senders of values wait with it."""
-_HELD_S = 100e-6
-"""What a turn of the loop holds back leaves after so long all the same, with the message that comes next."""
+_LATE_S = 100e-6
+"""In a turn that lasts, what it holds back leaves with the first message that comes so long after the last datagram."""
 _RELEASES = 1024
 """Blocks that one message gives back; it must fit into a datagram."""
 _DRAIN = 256
@@ -59,6 +58,14 @@ _decoder = msgspec.msgpack.Decoder(list[Message])
 def socket_pair() -> tuple[socket.socket, socket.socket]:
     """The two ends of a connection between hosts, for `ArrowShmLink`."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class Datagram(NamedTuple):
+    """A msgpack list of messages; `descriptors` travel with a single one."""
+
+    data: bytes
+    num_messages: int
+    descriptors: Sequence[int]
 
 
 class SharedMemory:
@@ -108,10 +115,11 @@ class ArrowShmLink(Link):
         self._encoder = Encoder(memory.pool.find)
         self._buffer = bytearray(len(_ONE) + _DATAGRAM_BYTES)
         self._view = memoryview(self._buffer)
-        self._queue: deque[tuple[bytes, Sequence[int]]] = deque()
-        self._queued_bytes = 0
-        self._blocked = False
+        self._held: list[bytes] = []
+        self._held_bytes = 0
         self._turn_ends = False
+        self._stuck: deque[Datagram] = deque()
+        self._stuck_bytes = 0
         self._last_sent = 0.0
         self._room: asyncio.Event = asyncio.Event()
         self._closed = False
@@ -139,7 +147,7 @@ class ArrowShmLink(Link):
         if self._closed:
             return None
         encoded = self._encoder.encode(value)
-        if self._queued_bytes < _HELD_BYTES:
+        if self._stuck_bytes < _STUCK_BYTES:
             item = self._item(edge, request, seq, encoded, None)
             if item is not None:
                 self._write(_encoder.encode(item))
@@ -147,9 +155,9 @@ class ArrowShmLink(Link):
         return self._send_later(edge, request, seq, encoded)
 
     def push(self) -> bool:
-        if self._queue and not self._blocked:
-            self._send_queue()
-        return not self._queue
+        if not self._stuck:
+            self._send_held()
+        return not self._stuck and not self._held
 
     async def flushed(self) -> None:
         while not self.push() and not self._closed:
@@ -224,68 +232,65 @@ class ArrowShmLink(Link):
             self.send(SlabClosed(slab))
 
     def _write(self, data: bytes, descriptors: Sequence[int] = (), more: bool = False) -> None:
-        """Send now, or in order at the end of the loop's turn, or once the peer has room. Owns `descriptors`."""
+        """Send now, or at the end of the loop's turn, or once the peer has room, in order. Owns `descriptors`."""
         if self._closed:
             _close_all(descriptors)
             return
-        now = time.monotonic()
-        held = more or (self._turn_ends and now - self._last_sent < _HELD_S)
         if not self._turn_ends:
             self._turn_ends = True
             self._loop.call_soon(self._end_turn)
-        if not held:
-            self._last_sent = now
-        if held or self._queue or not self._sent_now(_ONE + data, descriptors, 1):
-            self._queue.append((data, descriptors))
-            self._queued_bytes += len(data)
-            if not held or self._queued_bytes >= _FULL_BYTES:
-                self.push()
+            held = more or bool(self._held or self._stuck)
+        else:
+            held = more or bool(self._stuck) or time.monotonic() - self._last_sent < _LATE_S
+        if descriptors:
+            self._send_held()
+            self._send_datagram(Datagram(_ONE + data, 1, descriptors))
+        elif held or self._held:
+            self._hold(data, held)
+        else:
+            self._send_datagram(Datagram(_ONE + data, 1, ()))
         self._memory.hot_window.touch()
+
+    def _hold(self, data: bytes, held: bool) -> None:
+        """Put a message behind those that wait; together they leave now, unless they are `held` and few."""
+        self._held.append(data)
+        self._held_bytes += len(data)
+        if not held or self._held_bytes >= _FULL_BYTES or len(self._held) == _DRAIN:
+            self._send_held()
 
     def _end_turn(self) -> None:
         self._turn_ends = False
         self.push()
 
-    def _send_queue(self) -> None:
-        """Send what waits, as many messages a datagram as fit; the rest once the peer has room."""
-        queue = self._queue
-        while queue:
-            count = self._fitting()
-            if not self._sent_now(*self._datagram(count), count):
-                if not self._blocked:
-                    self._blocked = True
-                    self._loop.add_writer(self._socket.fileno(), self._send_queue)
+    def _send_held(self) -> None:
+        """Make what was held back one datagram."""
+        if self._held:
+            held, self._held, self._held_bytes = self._held, [], 0
+            data = b"".join((b"\xdc", len(held).to_bytes(2, "big"), *held)) if len(held) > 1 else _ONE + held[0]
+            self._send_datagram(Datagram(data, len(held), ()))
+
+    def _send_datagram(self, datagram: Datagram) -> None:
+        """Send now, or once the peer has room."""
+        self._last_sent = time.monotonic()
+        if self._stuck or not self._sent_now(datagram):
+            if not self._stuck:
+                self._loop.add_writer(self._socket.fileno(), self._send_stuck)
+            self._stuck.append(datagram)
+            self._stuck_bytes += len(datagram.data)
+
+    def _send_stuck(self) -> None:
+        """The peer has room."""
+        while self._stuck:
+            if not self._sent_now(self._stuck[0]):
                 return
-            for _ in range(count):
-                self._queued_bytes -= len(queue.popleft()[0])
-        if self._blocked:
-            self._blocked = False
-            self._loop.remove_writer(self._socket.fileno())
-            self._room.set()
+            self._stuck_bytes -= len(self._stuck.popleft().data)
+        self._loop.remove_writer(self._socket.fileno())
+        self.push()
+        self._room.set()
 
-    def _fitting(self) -> int:
-        """How many messages at the head of the queue make up one datagram; one with descriptors stands alone."""
-        queue = self._queue
-        if len(queue) == 1 or queue[0][1]:
-            return 1
-        count = size = 0
-        for data, descriptors in queue:
-            size += len(data)
-            if descriptors or (size > _FULL_BYTES and count) or count == _DRAIN:
-                break
-            count += 1
-        return count
-
-    def _datagram(self, count: int) -> tuple[bytes, Sequence[int]]:
-        """The first `count` messages of the queue as one datagram."""
-        data, descriptors = self._queue[0]
-        if count == 1:
-            return _ONE + data, descriptors
-        parts = (data for data, _ in itertools.islice(self._queue, count))
-        return b"".join((b"\xdc", count.to_bytes(2, "big"), *parts)), ()
-
-    def _sent_now(self, data: bytes, descriptors: Sequence[int], count: int) -> bool:
-        """Send a datagram of `count` messages; False where the peer has no room now."""
+    def _sent_now(self, datagram: Datagram) -> bool:
+        """False where the peer has no room now."""
+        data, num_messages, descriptors = datagram
         try:
             if descriptors:
                 socket.send_fds(self._socket, [data], list(descriptors))
@@ -297,7 +302,7 @@ class ArrowShmLink(Link):
             # The end of file that follows tells the receiver, in order with what the peer sent before it died.
             pass
         _close_all(descriptors)
-        self._sent += count
+        self._sent += num_messages
         return True
 
     # -- receiving -------------------------------------------------------------------------------------------------
@@ -395,16 +400,15 @@ class ArrowShmLink(Link):
     def close(self) -> None:
         if self._closed:
             return
-        self._send_queue()
+        self.push()
         self._closed = True
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_writer(self._socket.fileno())
         self._socket.close()
         self._memory.links.discard(self)
-        for _, descriptors in self._queue:
-            _close_all(descriptors)
-        self._queue.clear()
-        self._queued_bytes = 0
+        for datagram in self._stuck:
+            _close_all(datagram.descriptors)
+        self._stuck.clear()
         self._room.set()
         self._mapped.clear()
         lent, self._lent = self._lent, {}
@@ -417,7 +421,8 @@ class ArrowShmLink(Link):
         self._receiver.on_closed(self)
 
     def statistics(self) -> LinkStatistics:
-        return LinkStatistics(self._sent, self._received, len(self._queue), sum(self._lent.values()))
+        backlog = len(self._held) + sum(datagram.num_messages for datagram in self._stuck)
+        return LinkStatistics(self._sent, self._received, backlog, sum(self._lent.values()))
 
 
 def _block_size(encoded: Encoded) -> int:

@@ -2,8 +2,8 @@
 
 A sleeping process needs 40-60 us to wake up; one that still looks answers in 5-10. The window is kept open by one
 callback that schedules itself, so the selector never waits, and everything else in the loop runs as always. It adapts:
-each message that comes within it doubles it, each window in which nothing came halves it, and when that has happened
-often it stays shut, but for a try now and then. Without traffic nothing runs.
+each message that comes within it doubles it, a window in which none came halves it, and when that has happened often
+it stays shut, but for a try now and then. Without traffic nothing runs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class HotWindow:
         """How long the next window stays open without traffic."""
         self._until = 0.0
         self.is_open = False
+        self._paid = False
         self._closed_for = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -35,8 +36,10 @@ class HotWindow:
 
     def hit(self) -> None:
         """Something came: if the window was open for it, it pays."""
-        if self.is_open and self.length_s < self._longest_s:
-            self.length_s = min(2 * self.length_s, self._longest_s)
+        if self.is_open:
+            self._paid = True
+            if self.length_s < self._longest_s:
+                self.length_s = min(2 * self.length_s, self._longest_s)
         self.touch()
 
     def touch(self) -> None:
@@ -49,6 +52,7 @@ class HotWindow:
             self._closed_for -= 1
         else:
             self.is_open = True
+            self._paid = False
             self._until = time.monotonic() + self.length_s
             self._loop.call_soon(self._look)
 
@@ -58,6 +62,8 @@ class HotWindow:
             self._loop.call_soon(self._look)
             return
         self.is_open = False
+        if self._paid:
+            return
         self.length_s /= 2
         if self.length_s < _SHORTEST_S:
             self.length_s = min(2 * _SHORTEST_S, self._longest_s)

@@ -86,3 +86,15 @@ async def test_without_length_it_never_opens() -> None:
     window.hit()
     window.touch()
     assert not window.is_open
+
+
+async def test_one_in_which_something_came_stays_as_long_as_it_is() -> None:
+    """A question and its answer, then a pause, again and again: the answer is waited for each time."""
+    window = hot_window(0.002)
+    for _ in range(20):
+        window.touch()
+        await asyncio.sleep(0)
+        window.hit()
+        while window.is_open:
+            await asyncio.sleep(0)
+        assert window.length_s == 0.002
