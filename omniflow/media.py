@@ -12,10 +12,37 @@ import msgspec
 import numpy as np
 
 
+class Tool(msgspec.Struct, frozen=True):
+    """A function that the model may ask the caller to call. `parameters` is a JSON schema, as JSON text."""
+
+    name: str
+    description: str = ""
+    parameters: str = "{}"
+    strict: bool = False
+    """True where the arguments must follow the schema whatever the model would rather write."""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One call that a model asked for; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """A piece of the call number `index` of an answer: `id` and `name` come whole, in the first piece and only there."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the caller asked for, beside the input itself; every stage sees it as `ctx.options`.
 
-    `None` means: the model's own default.
+    `None` means: the model's own default. Names and ranges are those of OpenAI's API, where it has them.
     """
 
     temperature: float | None = None
@@ -26,6 +53,26 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop: tuple[str, ...] = ()
     voice: str | None = None
     speed: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    top_logprobs: int | None = None
+    """None: no log-probabilities; n: that of each token, and of the n likeliest in its place."""
+    json_schema: str | None = None
+    """The answer is JSON that follows this schema (JSON text); "{}" takes any JSON object."""
+    tools: tuple[Tool, ...] = ()
+    tool_choice: Literal["auto", "none", "required"] = "auto"
+    tool_name: str | None = None
+    """With `tool_choice` "required": the one tool to call; None: any of them."""
+    language: str | None = None
+    """What is spoken in audio that is transcribed, ISO 639-1."""
+    hint: str | None = None
+    """What was said before the audio that is transcribed: names and spellings are taken from it."""
+    words: bool = False
+    """True where a transcript is to tell the times of its words."""
+    translate: bool = False
+    """True where a transcript is to be in English, whatever is spoken."""
 
 
 class TextPart(msgspec.Struct, frozen=True, tag="text"):
@@ -61,6 +108,10 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     parts: tuple[Part, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    """What an assistant asked for in this turn."""
+    tool_call_id: str | None = None
+    """Which call a tool's turn answers."""
 
 
 class Chat(msgspec.Struct, frozen=True):
@@ -129,10 +180,22 @@ class TokenPrompt(msgspec.Struct, frozen=True):
     audio_tokens: int = 0
 
 
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural logarithm of a token's probability as the model gave it, before temperature and masks.
+
+    `top` holds the likeliest tokens in its place, the likeliest first.
+    """
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Tokens(msgspec.Struct, frozen=True):
-    """Tokens that an AR stage has produced since its last message."""
+    """Tokens that an AR stage has produced since its last message; `logprobs` one a token where they were asked for."""
 
     ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Generated(msgspec.Struct, frozen=True):
@@ -143,10 +206,42 @@ class Generated(msgspec.Struct, frozen=True):
     completion_tokens: int
 
 
+class TextLogprob(msgspec.Struct, frozen=True):
+    """`TokenLogprob` for people: `data` are the bytes of a token, which may be a part of a character."""
+
+    token: str
+    data: bytes
+    logprob: float
+    top: tuple[tuple[str, bytes, float], ...] = ()
+
+
 class TextDelta(msgspec.Struct, frozen=True):
     """A piece of text; joined deltas are the whole text, no delta splits a character."""
 
     text: str
+    logprobs: tuple[TextLogprob, ...] = ()
+    """Of the tokens that the text came from, where they were asked for."""
+
+
+class Word(msgspec.Struct, frozen=True):
+    """A word of a transcript, and when it was spoken."""
+
+    text: str
+    start_s: float
+    end_s: float
+
+
+class Transcript(msgspec.Struct, frozen=True):
+    """A stretch of speech in words; joined by blanks, the stretches are the whole transcript."""
+
+    text: str
+    start_s: float
+    end_s: float
+    language: str
+    words: tuple[Word, ...] = ()
+    tokens: tuple[int, ...] = ()
+    avg_logprob: float = 0.0
+    no_speech_prob: float = 0.0
 
 
 class Segment(msgspec.Struct, frozen=True):

@@ -30,6 +30,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     max_tokens: int = 256
     stop_token_ids: frozenset[int] = frozenset()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int | None = None
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
