@@ -31,7 +31,7 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """A piece of the call number `index` of an answer: `id` and `name` come whole, in the first piece and only there."""
+    """A piece of the call number `index` of an answer: `id` and `name` come whole, with its first piece only."""
 
     index: int
     arguments: str = ""

@@ -88,6 +88,7 @@ class Recorder:
         self._profile = plan.graph.profile.name if plan.graph.profile else None
         self._plan = plan.to_json().decode()
         self._open: dict[int, Recording] = {}
+        self._entered: dict[int, list[Packed]] = {}
         self._parts: dict[tuple[int, str], bytearray] = {}
 
     def seeded(self, options: Options) -> Options:
@@ -123,6 +124,11 @@ class Recorder:
             plan=self._plan,
         )
 
+    def entered(self, number: int, item: object) -> None:
+        """One more item of a request whose input comes bit by bit."""
+        if number in self._open:
+            self._entered.setdefault(number, []).append(pack(item))
+
     def heard(self, host: str, message: Recorded) -> None:
         """A host says, in one part or several, what left it for a request."""
         recording = self._open.get(message.request)
@@ -138,10 +144,12 @@ class Recorder:
     def finish(self, number: int, error: RequestError | None) -> None:
         """The request has ended everywhere. What a host that died had not said stays unknown."""
         recording = self._open.pop(number, None)
+        entered = self._entered.pop(number, [])
         for key in [key for key in self._parts if key[0] == number]:
             del self._parts[key]
         if recording is not None:
-            self._keep(msgspec.structs.replace(recording, error=error.info() if error else None))
+            items = (*recording.items, *entered)
+            self._keep(msgspec.structs.replace(recording, items=items, error=error.info() if error else None))
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

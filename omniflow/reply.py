@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
+import anyio
+
 from omniflow.admission import Place
 from omniflow.errors import CancelledError, ProtocolError, RequestError, error_from_info
 from omniflow.inputs import Kept
@@ -73,6 +75,8 @@ class Reply(AsyncIterator[Output]):
         self.expiry: asyncio.TimerHandle | None = None
         self.kept: Kept | None = None
         """What it entered with, as long as it may run again."""
+        self.taking: anyio.CancelScope | None = None
+        """In which its input is taken from the caller, where that comes bit by bit."""
         self.num_replays = 0
         self.restarting: str | None = None
         """The stage whose restart it waits for, to run again."""
@@ -138,6 +142,8 @@ class Reply(AsyncIterator[Output]):
             self.error = fresh(error)
             self.error.request_id = self.request_id
             self._items.clear()
+        if self.taking is not None:
+            self.taking.cancel()
         self._wake()
         return True
 

@@ -15,9 +15,9 @@ import itertools
 import logging
 import os
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Collection, Sequence
 from types import TracebackType
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn, TypeAlias, TypeGuard
 
 import anyio
 import anyio.abc
@@ -71,6 +71,7 @@ from omniflow.visit import accepts
 log = logging.getLogger("omniflow.runtime")
 
 State = Literal["starting", "ready", "draining", "failed", "stopped"]
+_Items: TypeAlias = Sequence[object] | AsyncIterable[object]
 _QUIET_S = 0.1
 """How long a deadline error waits to hear what was being waited for."""
 _MOST_REPLAYS = 1
@@ -253,13 +254,16 @@ class Runtime:
         deadline_s: float | None = None,
         request_id: str | None = None,
     ) -> Reply:
-        """Start a request at input `entry`; `value` is of its port's type, or a list of items for a stream port.
+        """Start a request at input `entry`; `value` is of its port's type, or the items for a stream port.
+
+        Items are a list, or an async iterable, from which they are taken as they come and as there is room for them;
+        where it raises, the request ends with that error.
 
         Waits for a place, and for a stage that is restarting. Raises InvalidInputError, UnsupportedError,
         OverloadedError or UnavailableError before anything of it runs.
         """
         plan = self._plan_for(entry, outputs)
-        items = _entering(plan.entry, value)
+        items: _Items = value if _is_source(plan.entry, value) else _entering(plan.entry, value)
         deadline = deadline_s or self.config.deadline_s
         waits_for = "a place"
         with anyio.move_on_after(deadline) as scope:
@@ -268,12 +272,13 @@ class Runtime:
             number = next(self._numbers)
             reply = Reply(self, number, request_id or uuid.uuid4().hex, plan, deadline, place)
             options = options or Options()
-            reply.kept = self._inputs.keep(items, options) if plan.replays else None
+            if plan.replays and not isinstance(items, AsyncIterable):
+                reply.kept = self._inputs.keep(items, options)
             await self._enter(reply, items, options, scope.deadline)
             return reply
         raise DeadlineError(f"the deadline of {deadline:g} s passed while the request waited for {waits_for}")
 
-    async def _enter(self, reply: Reply, items: Sequence[object], options: Options, expires: float) -> None:
+    async def _enter(self, reply: Reply, items: _Items, options: Options, expires: float) -> None:
         """Put the request into the table and into its hosts; where that fails, nothing of it is left."""
         self._requests[reply.number] = reply
         reply.expiry = asyncio.get_running_loop().call_at(expires, self._expire, reply)
@@ -285,20 +290,29 @@ class Runtime:
         if reply.error is not None and isinstance(reply.error, InvalidInputError):
             raise fresh(reply.error)
 
-    async def _open(self, reply: Reply, items: Sequence[object], options: Options) -> None:
+    async def _open(self, reply: Reply, items: _Items, options: Options) -> None:
         """Open the request in all its hosts and send its items."""
         plan = reply.plan
         names = tuple(exit.target_port for exit in plan.exits.values())
         if self._recorder is not None:
             options = self._recorder.seeded(options)
             self._recorder.begin(
-                reply.number, reply.request_id, plan.entry.source_port, names, options, reply.deadline_s, items
+                reply.number,
+                reply.request_id,
+                plan.entry.source_port,
+                names,
+                options,
+                reply.deadline_s,
+                () if isinstance(items, AsyncIterable) else items,
             )
         opening = Open(reply.number, reply.request_id, plan.entry.source_port, names, options, reply.deadline_s)
         for host in plan.hosts:
             # The entry's host comes last, and its items follow at once: it need not wake up twice.
             self._send(host, opening, more=host == plan.entry.target_host)
-        if len(items) <= plan.entry.bound:
+        if isinstance(items, AsyncIterable):
+            if self._tasks is not None:
+                self._tasks.start_soon(self._take_items, reply, items)
+        elif len(items) <= plan.entry.bound:
             await self._enter_items(reply, items)
         elif self._tasks is not None:
             self._tasks.start_soon(self._enter_items, reply, items)
@@ -318,6 +332,32 @@ class Runtime:
             return
         if edge.kind == "stream":
             self._send(edge.target_host, End(edge.id, number, credits.seq))
+
+    async def _take_items(self, reply: Reply, source: AsyncIterable[object]) -> None:
+        """Let in what comes from `source`, until it ends or the request does."""
+        edge = reply.plan.entry
+        with anyio.CancelScope() as reply.taking:
+            try:
+                async for item in source:
+                    _check_item(edge, item)
+                    seq = await reply.credits.take()
+                    if seq < 0 or reply.ended:
+                        break
+                    if self._recorder is not None:
+                        self._recorder.entered(reply.number, item)
+                    await self._send_item(edge, reply.number, seq, item)
+                else:
+                    self._send(edge.target_host, End(edge.id, reply.number, reply.credits.seq))
+            except RequestError as error:
+                self.end_request(reply, error)
+            except Exception as error:  # the caller's own code: it ends its request, not the runtime
+                log.error("request %s: its input broke off", reply.request_id, exc_info=error)
+                broken = f"input {edge.source_port!r} broke off: {type(error).__name__}: {error}"
+                self.end_request(reply, InvalidInputError(broken, param=edge.source_port))
+            finally:
+                if isinstance(source, AsyncGenerator):
+                    with anyio.CancelScope(shield=True):
+                        await source.aclose()
 
     def _plan_for(self, entry: str, outputs: Collection[str] | None) -> RequestPlan:
         key = (entry, None if outputs is None else tuple(sorted(outputs)))
@@ -652,16 +692,24 @@ class Runtime:
             await pending
 
 
+def _is_source(edge: PlannedEdge, value: object) -> TypeGuard[AsyncIterable[object]]:
+    return edge.kind == "stream" and isinstance(value, AsyncIterable)
+
+
 def _entering(edge: PlannedEdge, value: object) -> Sequence[object]:
     """The items that enter the graph. Raises InvalidInputError where one is not of the type of the input."""
     items = list(value) if edge.kind == "stream" and isinstance(value, (list, tuple)) else [value]
     for item in items:
-        if not accepts(edge.type, item):
-            raise InvalidInputError(
-                f"input {edge.source_port!r} takes {type_name(edge.type)}, but got {type(item).__name__}",
-                param=edge.source_port,
-            )
+        _check_item(edge, item)
     return items
+
+
+def _check_item(edge: PlannedEdge, item: object) -> None:
+    if not accepts(edge.type, item):
+        raise InvalidInputError(
+            f"input {edge.source_port!r} takes {type_name(edge.type)}, but got {type(item).__name__}",
+            param=edge.source_port,
+        )
 
 
 __all__ = ["Output", "Reply", "Runtime", "RuntimeStatus", "StageStatus", "State"]
