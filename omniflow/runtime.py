@@ -17,7 +17,7 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Collection, Sequence
 from types import TracebackType
-from typing import Literal, NamedTuple, NoReturn, TypeAlias, TypeGuard
+from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
 import anyio
 import anyio.abc
@@ -263,7 +263,7 @@ class Runtime:
         OverloadedError or UnavailableError before anything of it runs.
         """
         plan = self._plan_for(entry, outputs)
-        items: _Items = value if _is_source(plan.entry, value) else _entering(plan.entry, value)
+        items = _entering(plan.entry, value)
         deadline = deadline_s or self.config.deadline_s
         waits_for = "a place"
         with anyio.move_on_after(deadline) as scope:
@@ -692,12 +692,10 @@ class Runtime:
             await pending
 
 
-def _is_source(edge: PlannedEdge, value: object) -> TypeGuard[AsyncIterable[object]]:
-    return edge.kind == "stream" and isinstance(value, AsyncIterable)
-
-
-def _entering(edge: PlannedEdge, value: object) -> Sequence[object]:
+def _entering(edge: PlannedEdge, value: object) -> _Items:
     """The items that enter the graph. Raises InvalidInputError where one is not of the type of the input."""
+    if edge.kind == "stream" and isinstance(value, AsyncIterable):
+        return value
     items = list(value) if edge.kind == "stream" and isinstance(value, (list, tuple)) else [value]
     for item in items:
         _check_item(edge, item)
