@@ -2,7 +2,8 @@
 
 Precedence, strongest first: command line > environment > file > profile > graph. Keys are `runtime.x`, `server.x`,
 or `<stage>.<field>`, where a field is a stage field (device, threads, ...) or a setting of the stage's actor.
-In the environment `OMNIFLOW__THINKER__MAX_TOKENS=64` sets `thinker.max_tokens`.
+In the environment `OMNIFLOW__THINKER__MAX_TOKENS=64` sets `thinker.max_tokens`; `OMNIFLOW_API_KEYS` sets
+`server.api_keys`. Text for a setting that is a list is split at its commas.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import tomllib
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -23,6 +24,11 @@ from omniflow.topology import STAGE_FIELDS, GraphSpec, Stage, nearest
 
 Seconds = Annotated[float, Meta(gt=0, description="seconds")]
 Count = Annotated[int, Meta(ge=1)]
+Key = Annotated[str, Meta(pattern=r"^[!-+\--~]+$")]
+"""What fits into a header, and between commas."""
+SECRETS = frozenset({"server.api_keys", "server.ssl_keyfile_password"})
+"""Settings whose values nobody is shown."""
+_HIDDEN = "(hidden)"
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +75,34 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8000
     model: Annotated[str, Meta(description="model id that clients see; empty: the name of the graph")] = ""
+    api_keys: Annotated[
+        tuple[Key, ...], Meta(description="callers must send one of them as `authorization: Bearer KEY`; none: all may")
+    ] = ()
+    guard_metrics: Annotated[bool, Meta(description="ask for an API key on /metrics, too")] = False
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Meta(description="origins of web pages that may call, like `https://chat.example`; `*`: any"),
+    ] = ()
+    ssl_certfile: Annotated[str, Meta(description="certificate chain (PEM); with it, the server speaks TLS only")] = ""
+    ssl_keyfile: Annotated[str, Meta(description="key of the certificate (PEM); empty: in `ssl_certfile`")] = ""
+    ssl_keyfile_password: Annotated[str, Meta(description="what the key is encrypted with")] = ""
+    trusted_proxies: Annotated[
+        tuple[str, ...], Meta(description="addresses whose `x-forwarded-for` and `-proto` are believed; `*`: all")
+    ] = ("127.0.0.1", "::1")
     max_body_bytes: Annotated[int, Meta(ge=1024, description="larger request bodies get a 413")] = 64 * 2**20
+    max_header_bytes: Annotated[int, Meta(ge=1024, description="a longer head of a request gets a 431")] = 2**16
+    header_s: Annotated[float, Meta(gt=0, description="time for the head of a request to come")] = 20.0
+    body_s: Annotated[
+        float, Meta(gt=0, description="time for a request body to come, and a second more for each 16 KiB of it")
+    ] = 30.0
+    send_s: Annotated[
+        float, Meta(gt=0, description="a client that takes nothing of its reply for so long is cut off")
+    ] = 60.0
+    keep_alive_s: Annotated[
+        float, Meta(gt=0, description="an idle connection is closed after; longer than clients and proxies keep theirs")
+    ] = 75.0
+    access_log: Annotated[bool, Meta(description="log each request and WebSocket session, but no probes")] = True
+    log_format: Annotated[Literal["text", "json"], Meta(description="of the log on stderr")] = "text"
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -135,12 +168,14 @@ def file_layer(path: Path) -> Layer:
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
-    """Take `OMNIFLOW__STAGE__FIELD` variables as values."""
+    """Take `OMNIFLOW__STAGE__FIELD` variables as values, and `OMNIFLOW_API_KEYS`."""
     prefix = "OMNIFLOW__"
     values = {}
     for name, value in environ.items():
         if name.startswith(prefix):
             values[name.removeprefix(prefix).lower().replace("__", ".", 1)] = value
+    if keys := environ.get("OMNIFLOW_API_KEYS"):
+        values["server.api_keys"] = keys
     return Layer("environment", values)
 
 
@@ -189,6 +224,7 @@ def settings(configured: Configured) -> list[Setting]:
             found |= {f"{stage.name}.{key}": value for key, value in (fields | known | stage.settings).items()}
     for table, values in (("runtime", configured.runtime), ("server", configured.server)):
         found |= {f"{table}.{key}": value for key, value in msgspec.structs.asdict(values).items()}
+    found |= {key: _HIDDEN for key in SECRETS if found[key]}
     return [Setting(key, value, configured.origins.get(key, "default")) for key, value in found.items()]
 
 
@@ -235,10 +271,18 @@ def _field_value(config: type[msgspec.Struct], table: str, field: str, value: An
 
 def convert(value: Any, hint: Any, where: str, source: str, *, lax: bool = True) -> Any:
     """`value` as type `hint`; text is parsed where `lax`. Raises ConfigError that names the key and what would pass."""
+    is_text = lax and isinstance(value, str)
+    given = [part.strip() for part in value.split(",") if part.strip()] if is_text and _is_list(hint) else value
     try:
-        return msgspec.convert(value, hint, strict=not (lax and isinstance(value, str)))
+        return msgspec.convert(given, hint, strict=not is_text)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {where}={value!r}: {error}") from None
+        shown = _HIDDEN if where in SECRETS else repr(value)
+        raise ConfigError(f"{source}: {where}={shown}: {error}") from None
+
+
+def _is_list(hint: Any) -> bool:
+    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+    return typing.get_origin(inner) in (tuple, list)
 
 
 def _checked(stage: Stage) -> Stage:

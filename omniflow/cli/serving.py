@@ -39,7 +39,7 @@ async def serve_graph(
     the stage, where the graph cannot start or fails for good.
     """
     runtime = Runtime(plan, runtime_config, recorder)
-    app = build_app(runtime, model=config.model or plan.name, max_body_bytes=config.max_body_bytes)
+    app = build_app(runtime, model=config.model or plan.name, config=config)
     stopping = anyio.Event()
     failure = None
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals, unwrapped():

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
+from omniflow.config import ServerConfig
 from omniflow.errors import RequestError
 from omniflow.server import failures, health, models
 from omniflow.server.call import Endpoint
 from omniflow.server.chat import create_chat_completion
 from omniflow.server.exchange import Exchanges
+from omniflow.server.keys import OPEN_PATHS, KeyCheck, Keys
 from omniflow.server.service import Service
 from omniflow.server.speech import create_speech
 from omniflow.server.transcripts import Transcripts
@@ -25,24 +28,26 @@ from omniflow.telemetry import Metrics
 if TYPE_CHECKING:
     from omniflow.runtime import Runtime
 
-MAX_BODY_BYTES = 64 * 2**20
+EXPOSED_HEADERS = ("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry")
 
 
 def build_app(
-    runtime: Runtime, *, model: str, aliases: Collection[str] = (), max_body_bytes: int = MAX_BODY_BYTES
-) -> Starlette:
+    runtime: Runtime, *, model: str, aliases: Collection[str] = (), config: ServerConfig | None = None
+) -> ASGIApp:
     """The ASGI app that serves `runtime` as `model`; requests may also call it by one of `aliases`.
 
-    It starts and stops nothing: the runtime may be starting or draining, and /ready says so.
+    It starts and stops nothing: the runtime may be starting or draining, and /ready says so. Of `config` it heeds what
+    concerns requests; sockets, TLS and the log are `serve`'s and the caller's.
     """
-    service = Service(runtime, model, frozenset(aliases), Transcripts())
+    config = config or ServerConfig()
+    service = Service(runtime, model, frozenset(aliases), Transcripts(), Keys(config.api_keys), config)
     metrics = Metrics(runtime.status)
-    chat = Endpoint("chat.completions", create_chat_completion, service, max_body_bytes)
-    speech = Endpoint("audio.speech", create_speech, service, max_body_bytes)
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/audio/speech", speech, methods=["POST"]),
+            Route(
+                "/v1/chat/completions", Endpoint("chat.completions", create_chat_completion, service), methods=["POST"]
+            ),
+            Route("/v1/audio/speech", Endpoint("audio.speech", create_speech, service), methods=["POST"]),
             Route("/v1/models", partial(models.list_models, service)),
             Route("/v1/models/{model:path}", partial(models.get_model, service)),
             Route("/live", partial(health.live, service)),
@@ -50,7 +55,6 @@ def build_app(
             Route("/health", partial(health.health, service)),
             Route("/metrics", partial(health.metrics, metrics)),
         ],
-        middleware=[Middleware(Exchanges, metrics=metrics)],
         exception_handlers={
             RequestError: failures.on_request_error,
             HTTPException: failures.on_http_error,
@@ -59,4 +63,20 @@ def build_app(
         },
     )
     app.router.redirect_slashes = False  # a redirected POST loses its body in some clients; a 404 is plain
-    return app
+    return _guarded(app, service, metrics)
+
+
+def _guarded(app: Starlette, service: Service, metrics: Metrics) -> ASGIApp:
+    """`app` behind what every request passes. Outside of Starlette, so that replies to bugs of ours pass it, too."""
+    config = service.config
+    guarded: ASGIApp = KeyCheck(app, service.keys, OPEN_PATHS if config.guard_metrics else OPEN_PATHS | {"/metrics"})
+    if config.cors_origins:
+        # `*` mirrors what is asked for: OpenAI's clients send a dozen of x-stainless-... headers.
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+    return Exchanges(guarded, metrics)

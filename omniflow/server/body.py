@@ -5,28 +5,45 @@ from __future__ import annotations
 import re
 from typing import TypeVar
 
+import anyio
 import msgspec
 from starlette.requests import Request
 
+from omniflow.config import ServerConfig
 from omniflow.errors import InvalidInputError
-from omniflow.server.failures import BodyTooLargeError, MalformedBodyError
+from omniflow.server.failures import BodyTimeoutError, BodyTooLargeError, MalformedBodyError
 
 T = TypeVar("T")
+
+_BYTES_PER_S = 16 * 1024
+"""A body may take a second more for each so many bytes."""
 
 _AT_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]*)`")
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises BodyTooLargeError as soon as it is known to exceed `max_bytes`."""
+async def read_body(request: Request, config: ServerConfig) -> bytes:
+    """The whole body. Raises BodyTooLargeError as soon as it is known to be too large, BodyTimeoutError where it comes
+    too slowly: a client that sends a byte now and then would hold its place for ever.
+    """
+    max_bytes = config.max_body_bytes
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
+    started_s = anyio.current_time()
+    try:
+        with anyio.fail_after(config.body_s) as scope:
+            async for piece in request.stream():
+                body += piece
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+                scope.deadline = started_s + config.body_s + len(body) / _BYTES_PER_S
+    except TimeoutError:
+        raise BodyTimeoutError(
+            f"{len(body)} bytes of the body came in {anyio.current_time() - started_s:.0f} s; "
+            f"expected it whole within {config.body_s:g} s, or more than {_BYTES_PER_S} bytes a second"
+        ) from None
     return bytes(body)
 
 

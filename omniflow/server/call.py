@@ -110,17 +110,16 @@ Answer = Callable[[Service, Call], Awaitable[None]]
 class Endpoint:
     """The ASGI side of an `Answer`: it runs only as long as its client is there."""
 
-    def __init__(self, name: str, answer: Answer, service: Service, max_body_bytes: int) -> None:
+    def __init__(self, name: str, answer: Answer, service: Service) -> None:
         self._name = name
         self._answer = answer
         self._service = service
-        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         exchange.endpoint = self._name
         request = Request(scope, receive)
-        call = Call(request, await read_body(request, self._max_body_bytes), send)
+        call = Call(request, await read_body(request, self._service.config), send)
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":

@@ -9,10 +9,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from omniflow.errors import InvalidInputError, NotFoundError, RequestError
+from omniflow.errors import InvalidInputError, NotFoundError, OverloadedError, RequestError, UnavailableError
 from omniflow.server.exchange import exchange_of
 
 _RETRIED_BY_CLIENTS = frozenset({408, 409, 429})
+_BEFORE_ANY_WORK = (OverloadedError, UnavailableError)
+"""Errors of requests of which nothing has run. OpenAI's clients send a request up to twice more by themselves: one that
+had begun may be what killed its stage, and must not do it three times."""
 _DEFAULT_RETRY_AFTER_S = 1.0
 
 
@@ -27,6 +30,20 @@ class BodyTooLargeError(InvalidInputError):
 
     status = 413
     code = "body_too_large"
+
+
+class BodyTimeoutError(InvalidInputError):
+    """The body did not come in time. Sent again over the same line it would not, either."""
+
+    status = 408
+    code = "body_timeout"
+
+
+class AuthenticationError(RequestError):
+    """The caller has no key, or none that is known here."""
+
+    status = 401
+    code = "invalid_api_key"
 
 
 class ModelNotFoundError(NotFoundError):
@@ -64,10 +81,14 @@ def error_response(error: RequestError) -> Response:
     """The reply for `error`, with the headers that tell a client whether and when to try again."""
     headers: dict[str, str] = {}
     if error.status in _RETRIED_BY_CLIENTS or error.status >= 500:
-        headers["x-should-retry"] = "true" if error.retriable else "false"
+        headers["x-should-retry"] = "true" if isinstance(error, _BEFORE_ANY_WORK) else "false"
     if error.status in (429, 503):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or _DEFAULT_RETRY_AFTER_S)))
-    if error.status == 413:
+        after_s = error.retry_after_s or _DEFAULT_RETRY_AFTER_S
+        headers["retry-after"] = str(max(1, math.ceil(after_s)))
+        headers["retry-after-ms"] = str(math.ceil(after_s * 1e3))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.status in (408, 413):
         headers["connection"] = "close"  # else the client goes on sending what nobody reads
     return _response(error_body(error), error.status, headers)
 
@@ -96,9 +117,9 @@ async def on_disconnect(request: Request, error: Exception) -> Response:
 async def on_unexpected(request: Request, error: Exception) -> Response:
     """Handler for bugs of this server; the traceback goes to the log."""
     exchange = exchange_of(request.scope)
+    exchange.failure = "internal_error"
     message = f"internal error; the server's log has it under {exchange.request_id}"
-    headers = {"x-request-id": exchange.request_id, "x-should-retry": "false"}
-    return _response(_body(message, 500, None, "internal_error"), 500, headers)
+    return _response(_body(message, 500, None, "internal_error"), 500, {"x-should-retry": "false"})
 
 
 def _body(message: str, status: int, param: str | None, code: str) -> bytes:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from omniflow.config import ServerConfig
 from omniflow.errors import UnsupportedError
 from omniflow.server.failures import ModelNotFoundError
+from omniflow.server.keys import Keys
 from omniflow.server.transcripts import Transcripts
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ class Service(msgspec.Struct, frozen=True):
     model: str
     aliases: frozenset[str]
     transcripts: Transcripts
+    keys: Keys = msgspec.field(default_factory=Keys)
+    config: ServerConfig = msgspec.field(default_factory=ServerConfig)
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def require_model(self, name: str) -> None:

@@ -198,7 +198,7 @@ async def test_an_empty_answer_is_still_an_answer(client: httpx.AsyncClient, run
     ("error", "status", "headers"),
     [
         (OverloadedError("full", retry_after_s=2.5), 429, {"retry-after": "3", "x-should-retry": "true"}),
-        (StageDiedError("gone", stage="talker"), 503, {"retry-after": "1", "x-should-retry": "true"}),
+        (StageDiedError("gone", stage="talker"), 503, {"retry-after": "1", "x-should-retry": "false"}),
         (DeadlineError("late"), 504, {"x-should-retry": "false"}),
     ],
 )
