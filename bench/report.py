@@ -60,6 +60,10 @@ class Results:
     def systems(self) -> list[str]:
         return list(dict.fromkeys(system for system, _ in self._values))
 
+    def metrics(self, system: str) -> list[str]:
+        """What was measured of a system."""
+        return [metric for name, metric in self._values if name == system]
+
     def get(self, system: str, metric: str) -> float | None:
         """The median, or None where that was not measured."""
         return self._median(system, metric, 0)
@@ -77,7 +81,11 @@ class Results:
 
     def best(self, metric: str, *, most: bool, uvloop: bool) -> tuple[str, float] | None:
         """The peer that is best at something; with uvloop only where omniflow runs on it, too."""
-        peers = [s for s in self.systems if not s.startswith(("omniflow", "limit")) and (uvloop or UVLOOP not in s)]
+        peers = [
+            s
+            for s in self.systems
+            if not s.startswith(("omniflow", "limit", "anatomy")) and (uvloop or UVLOOP not in s)
+        ]
         found = [(value, peer) for peer in peers if (value := self.get(peer, metric)) is not None]
         if not found:
             return None
@@ -184,6 +192,50 @@ def payloads(results: Results) -> str:
     return table(head, [row for _, row in sorted(rows, key=lambda row: row[0])])
 
 
+ANATOMY = """
+A hop of a small message is a datagram sent and received, encoded and decoded, and a turn of the receiver's loop, which
+asks epoll what is ready: {floor} of CPU time that no Python code can avoid. The link itself takes {link} without a
+loop, {trip} a way within a round trip back to back, and {stages} from stage to stage, with credits, order, types and
+cancellation.
+
+Where rows are missed, this is why:
+
+- *Hot control, hot payloads*: a turn of asyncio's loop costs {turn}, and a hop needs two, one to notice and one to run
+  who waited. uvloop's cost less: see its rows. Ray's compiled graph keeps a core busy for each reader, idle or not;
+  omniflow's window closes after 200 µs without traffic.
+- *Control rate*, *fan-in*: pyzmq batches in C++ threads of its own; here a message is {rate} of Python in one thread.
+- *Mailbox*: asyncio.Queue itself needs {queue} a hop, so that it is {anyio} quicker than AnyIO and {xoscar} quicker
+  than xoscar. Beyond a queue, a hop of ours checks order, type, bound and credits.
+- *Own CPU*: a payload is two messages, the value and its release: {two} of system calls, encoding and copying. The rest
+  is Python: taking a block, making a view and watching its life, giving it back.
+- *1 MB hot*: the copy alone takes {copy}; iceoryx2 copies once, too.
+"""
+
+
+def anatomy(results: Results) -> str:
+    """Where the time of a hop goes, and why that keeps some targets out of reach."""
+
+    def of(metric: str, system: str = "anatomy") -> float:
+        return results.get(system, metric) or 0.0
+
+    floor = of("send and receive") + of("epoll") + of("encode and decode")
+    rows = [[part, shown(of(part))] for part in results.metrics("anatomy")]
+    trip, stages = of("round trip hot", "omniflow link"), of("round trip hot", "omniflow")
+    return table(["part of a hop", "CPU time"], rows) + ANATOMY.format(
+        floor=shown(floor),
+        link=shown(of("link, without a loop")),
+        trip=shown(trip / 2),
+        stages=shown(stages / 2),
+        turn=shown(of("turn of the loop")),
+        rate=shown(1e6 / max(1.0, of("rate", "omniflow link"))),
+        queue=shown(of("hop in a process", "asyncio.Queue")),
+        anyio=f"{of('hop in a process', 'AnyIO stream') / max(0.01, of('hop in a process', 'asyncio.Queue')):.1f}x",
+        xoscar=f"{of('hop in a process', 'xoscar') / max(0.01, of('hop in a process', 'asyncio.Queue')):.1f}x",
+        two=shown(2 * of("send and receive") + 2 * of("encode and decode") + of("copy 64 KB")),
+        copy=shown(of("copy 1 MB", "limit")),
+    )
+
+
 def graph(overhead: dict[str, Any]) -> str:
     """What a graph of stages that do nothing costs."""
     rows = {row["name"]: row for row in overhead["rows"]}
@@ -211,6 +263,7 @@ def tables(found: dict[str, Any]) -> str:
         "### Small messages between processes\n\n" + messages(results),
         "### Hops inside a process\n\n" + in_process(results),
         "### Payloads, one way\n\n" + payloads(results),
+        "### Where the time of a hop goes\n\n" + anatomy(results),
     ]
     if found["skipped"]:
         parts.append("### Not measured\n\n" + "".join(f"- {name}: {why}\n" for name, why in found["skipped"].items()))

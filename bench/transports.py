@@ -38,6 +38,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("bench.limits"),
+    Case("bench.anatomy"),
     Case("bench.local"),
     Case("bench.links"),
     Case("bench.stages"),
