@@ -39,7 +39,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation. `embeds` [num_rows, hidden] take the place of the token embeddings at `positions`.
 
-    An `open` request does not generate until `feed(..., done=True)`.
+    An `open` request does not generate until `feed(..., done=True)`. Where the engine has a frame head (`heads.py`),
+    `sampling` draws the first code of each step and says when to end; `later_codes` draws the others, None: alike.
     """
 
     id: str
@@ -49,15 +50,21 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     embeds: torch.Tensor | None = None
     positions: tuple[int, ...] = ()
     open: bool = False
+    later_codes: Sampling | None = None
 
 
 class EngineOutput(msgspec.Struct, frozen=True):
-    """What one step gave one request. The stop token is not among `ids`. After a `finish_reason` nothing follows."""
+    """What one step gave one request. The stop token is not among `ids`. After a `finish_reason` nothing follows.
+
+    An engine with a frame head gives `frames` int64 [num_steps, num_codes], on the engine's device, and no `ids`; the
+    step that ends is not among them, and with the last output they may be None.
+    """
 
     id: str
     ids: tuple[int, ...]
     finish_reason: Literal["stop", "length", "abort"] | None = None
     logprobs: tuple[float, ...] = ()
+    frames: torch.Tensor | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True):
