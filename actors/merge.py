@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from actors.catalogue import PACKAGED
-from omniflow.actor import Actor
+from actors.tool_prompt import Turn, arguments_of, described, in_plain_turns
+from omniflow.actor import Actor, Context
 from omniflow.errors import ContextLengthError, InvalidInputError, ProtocolError, UnsupportedError, WeightsError
-from omniflow.media import AudioFeatures, ImageFeatures, Prompt, TokenPrompt
+from omniflow.media import AudioFeatures, ImageFeatures, Prompt, PromptMessage, TokenPrompt, Tool, ToolCall
 from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
@@ -28,15 +30,16 @@ STEP_CHARS = 1 << 17
 """Characters tokenized in one step: 128 Ki take 70 ms."""
 TOKENS_OF_A_CUT = 16
 """More tokens than a cut through a word can make."""
-ROLES = {"developer": "system", "tool": "user"}
-"""Roles that small models were not trained on, and what comes closest."""
+PLAIN = re.compile(r"[\w\s.,:;!?()'/+*=%&#@$-]*")
+"""Text that cannot be part of a control token, all of which have one of the other characters."""
 
 
 class Merge(Actor):
     """Puts transcripts where their audio was, applies the model's chat template, and tokenizes.
 
     Several pieces of one message are joined by line breaks. Control tokens in what people wrote are plain text to the
-    model: only the template writes real ones. Raises ContextLengthError where the prompt does not fit.
+    model: only the template writes real ones. Tools go to the template, or into the system's turn where the template
+    knows none. Raises ContextLengthError where the prompt does not fit.
     """
 
     def __init__(self, *, model: str) -> None:
@@ -51,15 +54,18 @@ class Merge(Actor):
         """Load tokenizer and template (0.2 s)."""
         self._chat = await self.offload(_ChatFormat, self._weights.path())
 
-    async def run(self, prompt: Prompt, audio: AudioFeatures | None, image: ImageFeatures | None) -> TokenPrompt:
+    async def run(
+        self, prompt: Prompt, audio: AudioFeatures | None, image: ImageFeatures | None, ctx: Context
+    ) -> TokenPrompt:
         """`audio_tokens` counts those of the transcripts."""
         if image is not None:
             raise UnsupportedError("this model takes no images; send text or audio", param="messages")
         heard = dict(zip(audio.index, audio.texts, strict=True)) if audio else {}
         heard = {index: text.strip() or NOTHING_HEARD for index, text in heard.items()}
-        messages = [_written(role, pieces, heard) for role, pieces in prompt.messages]
-        await self._refuse_far_too_long([text for _, text in messages])
-        ids = await self.offload(self._chat.encode, messages)
+        turns, tools = [_written(message, heard) for message in prompt.messages], ctx.options.tools
+        texts = [turn.text for turn in turns] + [call.arguments for turn in turns for call in turn.calls]
+        await self._refuse_far_too_long(texts + [tool.description + tool.parameters for tool in tools])
+        ids = await self.offload(self._chat.encode, turns, tools)
         if len(ids) > self._chat.max_tokens:
             raise self._too_long(f"{len(ids)}")
         audio_tokens = await self.offload(self._chat.count, list(heard.values())) if heard else 0
@@ -92,7 +98,7 @@ class _ChatFormat:
         config = msgspec.json.decode((folder / "config.json").read_bytes())
         self.max_tokens: int = config.get("text_config", config)["max_position_embeddings"] - RESERVED_TOKENS
         self._names = _token_names(folder)
-        self._template = _template(folder)
+        self._template, self._knows_tools = _template(folder)
         self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.encode_special_tokens = True  # as text, wherever it meets them
         known = self._tokenizer.get_added_tokens_decoder()
@@ -100,21 +106,23 @@ class _ChatFormat:
         longest_first = sorted(self._control, key=len, reverse=True)
         self._control_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
-    def encode(self, messages: list[tuple[str, str]]) -> list[int]:
-        """Token ids of (role, text) pairs as the template arranges them, up to where the answer begins."""
-        texts, controls = self._between_controls(messages)
+    def encode(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[int]:
+        """Token ids of a conversation as the template arranges it, up to where the answer begins."""
+        texts, controls = self._between_controls(turns, tools)
         encoded = _encode(self._tokenizer, texts)
         ids = list(encoded[0])
         for control, text_ids in zip(controls, encoded[1:], strict=True):
             ids += [control, *text_ids]
         return ids
 
-    def _between_controls(self, messages: list[tuple[str, str]]) -> tuple[list[str], list[int]]:
+    def _between_controls(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> tuple[list[str], list[int]]:
         """The texts before, between and after the control tokens that the template wrote, and these tokens."""
+        marks = Marks(self._control_pattern)
+        rendered = self._render(turns, tools, marks)
         texts, controls = [""], list[int]()
-        for number, part in enumerate(re.split("\ue000(\\d+)\ue001", self._render([role for role, _ in messages]))):
+        for number, part in enumerate(Marks.PATTERN.split(rendered)):
             if number % 2:  # what people wrote, at its mark
-                texts[-1] += messages[int(part)][1]
+                texts[-1] += marks.text_at(part)
                 continue
             for piece in self._control_pattern.split(part):
                 if piece in self._control:
@@ -124,13 +132,16 @@ class _ChatFormat:
                     texts[-1] += piece
         return texts, controls
 
-    def _render(self, roles: list[str]) -> str:
-        """The conversation with private-use marks instead of its texts, so that no text can pass for the template's."""
+    def _render(self, turns: Sequence[Turn], tools: Sequence[Tool], marks: Marks) -> str:
+        """The conversation with marks instead of its texts, so that no text can pass for the template's."""
         import jinja2
 
-        messages = [{"role": role, "content": f"\ue000{number}\ue001"} for number, role in enumerate(roles)]
+        if not self._knows_tools:
+            turns, tools = in_plain_turns(turns, tools), ()
+        messages = [_message(turn, marks) for turn in turns]
+        shown = [marks.within(described(tool)) for tool in tools] or None
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._names)
+            return self._template.render(messages=messages, tools=shown, add_generation_prompt=True, **self._names)
         except jinja2.TemplateError as error:
             raise InvalidInputError(f"the model's chat template refuses this: {error}", param="messages") from error
 
@@ -139,12 +150,71 @@ class _ChatFormat:
         return sum(map(len, _encode(self._tokenizer, texts)))
 
 
+class Marks:
+    """Stands in for texts while a template runs: private-use characters around the text's number.
+
+    Equal texts have equal marks, so that templates may compare them. In JSON, a mark stands for the escaped text.
+    """
+
+    PATTERN = re.compile("([\ue000\ue002]\\d+)\ue001")
+
+    def __init__(self, control: re.Pattern[str]) -> None:
+        self._control = control
+        self._numbers: dict[str, int] = {}
+        self._texts: list[str] = []
+
+    def mark(self, text: str) -> str:
+        """The mark of `text`."""
+        number = self._numbers.setdefault(text, len(self._texts))
+        if number == len(self._texts):
+            self._texts.append(text)
+        return f"\ue000{number}\ue001"
+
+    def within(self, value: Any) -> Any:
+        """A JSON value, whose texts are marks: all but those that no template could mistake for its own.
+
+        Templates look at some of them (the type of a parameter), so not all can be hidden.
+        """
+        match value:
+            case str():
+                plain = PLAIN.fullmatch(value) and not self._control.search(value)
+                return value if plain else self.mark(value)
+            case list():
+                return [self.within(each) for each in value]
+            case dict():
+                return {self.within(key): self.within(each) for key, each in value.items()}
+        return value
+
+    def text_at(self, mark: str) -> str:
+        """The text of a mark, as `PATTERN` finds it."""
+        text = self._texts[int(mark[1:])]
+        return json.dumps(text, ensure_ascii=False)[1:-1] if mark[0] == "\ue002" else text
+
+
+def _message(turn: Turn, marks: Marks) -> dict[str, Any]:
+    """A turn as chat templates get it, by the convention of Hugging Face transformers."""
+    message: dict[str, Any] = {"role": turn.role, "content": marks.mark(turn.text)}
+    if turn.calls:
+        message["content"] = marks.mark(turn.text) if turn.text else ""  # templates ask whether there is any
+        message["tool_calls"] = [_call(call, marks) for call in turn.calls]
+    if turn.call_id is not None:
+        message["tool_call_id"] = marks.within(turn.call_id)
+    return message
+
+
+def _call(call: ToolCall, marks: Marks) -> dict[str, Any]:
+    function = {"name": marks.within(call.name), "arguments": marks.within(arguments_of(call))}
+    return {"id": marks.within(call.id), "type": "function", "function": function}
+
+
 def _encode(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
     # Tokenizer.encode keeps the GIL (110 ms for 200 KB, the event loop stands still); the batch forms release it.
     return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def _template(folder: Path) -> jinja2.Template:
+def _template(folder: Path) -> tuple[jinja2.Template, bool]:
+    """The chat template, and whether it has a place for tools."""
+    import jinja2.meta
     import jinja2.sandbox
 
     def refuse(reason: str) -> None:
@@ -159,7 +229,26 @@ def _template(folder: Path) -> jinja2.Template:
     # What templates may call, by the convention of Hugging Face transformers.
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(file.read_text())
+    environment.filters["tojson"] = _tojson
+    source = file.read_text()
+    knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+    return environment.from_string(source), knows_tools
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja's own, it escapes nothing for HTML. The marks of texts become those of escaped texts."""
+    import jinja2
+
+    if isinstance(value, jinja2.Undefined):
+        raise jinja2.TemplateError("a value that is missing cannot be written as JSON")
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.replace("\ue000", "\ue002")
 
 
 def _token_names(folder: Path) -> dict[str, str]:
@@ -168,11 +257,11 @@ def _token_names(folder: Path) -> dict[str, str]:
     return {name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)}
 
 
-def _written(role: str, pieces: tuple[str | int, ...], heard: dict[int, str]) -> tuple[str, str]:
+def _written(message: PromptMessage, heard: dict[int, str]) -> Turn:
     texts = []
-    for piece in pieces:
+    for piece in message.pieces:
         if isinstance(piece, int) and piece not in heard:
             raise ProtocolError(f"media {piece} of the prompt was encoded by no stage")
         texts.append(heard[piece] if isinstance(piece, int) else piece)
-    text = "\n".join(text for text in texts if text)
-    return ROLES.get(role, role), f"Result of a tool: {text}" if role == "tool" else text
+    role = "system" if message.role == "developer" else message.role  # no model was trained on the newer name
+    return Turn(role, "\n".join(text for text in texts if text), message.tool_calls, message.tool_call_id)

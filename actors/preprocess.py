@@ -9,7 +9,7 @@ import numpy as np
 from actors.roles import Preprocessed
 from omniflow.actor import Actor
 from omniflow.errors import InvalidInputError, UnsupportedError
-from omniflow.media import AudioPart, Chat, ImagePart, Images, Part, Prompt, TextPart, Waveforms
+from omniflow.media import AudioPart, Chat, ImagePart, Images, Part, Prompt, PromptMessage, TextPart, Waveforms
 
 SAMPLE_RATE_HZ = 16_000
 BLOCK_FRAMES = 1 << 18
@@ -36,11 +36,11 @@ class Preprocess(Actor):
 
     async def run(self, chat: Chat) -> Preprocessed:
         """`audio` and `image` are None where the conversation has none."""
-        if not any(_has_content(part) for message in chat.messages for part in message.parts):
+        if not any(message.tool_calls or any(map(_has_content, message.parts)) for message in chat.messages):
             raise _invalid("the conversation is empty; send at least one message with text, audio or an image")
         waves: dict[int, np.ndarray] = {}
         images: dict[int, bytes] = {}
-        messages: list[tuple[str, tuple[str | int, ...]]] = []
+        messages: list[PromptMessage] = []
         left_s = self._max_audio_s
         for at, message in enumerate(chat.messages):
             pieces: list[str | int] = []
@@ -58,7 +58,7 @@ class Preprocess(Actor):
                         pieces.append(index)
                     case _:
                         raise UnsupportedError(f"{where}: this model takes no video; {_TAKES}", param="messages")
-            messages.append((message.role, tuple(pieces)))
+            messages.append(PromptMessage(message.role, tuple(pieces), message.tool_calls, message.tool_call_id))
         return Preprocessed(
             prompt=Prompt(tuple(messages)),
             audio=Waveforms(list(waves.values()), tuple(waves), SAMPLE_RATE_HZ) if waves else None,

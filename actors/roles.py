@@ -55,7 +55,9 @@ class MergeRole(Actor, ABC):
     """Puts what was heard and seen back into the conversation, in the thinker's vocabulary."""
 
     @abstractmethod
-    async def run(self, prompt: Prompt, audio: AudioFeatures | None, image: ImageFeatures | None) -> TokenPrompt: ...
+    async def run(
+        self, prompt: Prompt, audio: AudioFeatures | None, image: ImageFeatures | None, ctx: Context
+    ) -> TokenPrompt: ...
 
 
 class ThinkerRole(Actor, ABC):

@@ -65,6 +65,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_choice: Literal["auto", "none", "required"] = "auto"
     tool_name: str | None = None
     """With `tool_choice` "required": the one tool to call; None: any of them."""
+    parallel_tool_calls: bool = True
+    """False: at most one call an answer."""
     language: str | None = None
     """What is spoken in audio that is transcribed, ISO 639-1."""
     hint: str | None = None
@@ -120,13 +122,19 @@ class Chat(msgspec.Struct, frozen=True):
     messages: tuple[ChatMessage, ...]
 
 
+class PromptMessage(msgspec.Struct, frozen=True):
+    """One turn whose media parts were taken out: a piece is text, or the number of a media item of the request."""
+
+    role: str
+    pieces: tuple[str | int, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+
 class Prompt(msgspec.Struct, frozen=True):
-    """A conversation whose media parts were taken out: `media` numbers say where they belong.
+    """A conversation whose media parts were taken out; their numbers say where they belong."""
 
-    Each message is (role, pieces); a piece is text, or the index of a media item of the request.
-    """
-
-    messages: tuple[tuple[str, tuple[str | int, ...]], ...]
+    messages: tuple[PromptMessage, ...]
 
 
 class Waveforms(msgspec.Struct, frozen=True):
@@ -199,11 +207,17 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """How an AR stage ended: OpenAI finish reason and token counts."""
+    """How an AR stage ended: OpenAI finish reason and token counts.
+
+    Of the `prompt_tokens`, `audio_tokens` and `image_tokens` stand for media, and `cached_tokens` were not computed.
+    """
 
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int
+    audio_tokens: int = 0
+    image_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class TextLogprob(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ import soundfile
 from actors.preprocess import BLOCK_FRAMES, Preprocess
 from actors.roles import Preprocessed
 from omniflow.errors import InvalidInputError, UnsupportedError
-from omniflow.media import AudioPart, Chat, ChatMessage, ImagePart, Part, TextPart, VideoPart
+from omniflow.media import AudioPart, Chat, ChatMessage, ImagePart, Part, PromptMessage, TextPart, ToolCall, VideoPart
 from tests.speech import encoded, samples_of
 
 pytestmark = pytest.mark.anyio
@@ -65,9 +65,16 @@ async def refusal(actor: Preprocess, *parts: Part) -> InvalidInputError:
 async def test_text_passes_as_it_is(actor: Preprocess) -> None:
     system = ChatMessage("system", (TextPart("Be brief."),))
     user = ChatMessage("user", (TextPart(" one"), TextPart("two\n")))
-    result = await actor.run(Chat((system, user, ChatMessage("assistant", ()))))
+    calls = (ToolCall("call_1", "weather", "{}"),)
+    rest = (ChatMessage("assistant", (), calls), ChatMessage("tool", (TextPart("sun"),), tool_call_id="call_1"))
+    result = await actor.run(Chat((system, user, *rest)))
     assert result == Preprocessed(result.prompt, None, None)
-    assert result.prompt.messages == (("system", ("Be brief.",)), ("user", (" one", "two\n")), ("assistant", ()))
+    assert result.prompt.messages == (
+        PromptMessage("system", ("Be brief.",)),
+        PromptMessage("user", (" one", "two\n")),
+        PromptMessage("assistant", (), calls),
+        PromptMessage("tool", ("sun",), tool_call_id="call_1"),
+    )
 
 
 async def test_media_are_numbered_in_order(actor: Preprocess) -> None:
@@ -75,7 +82,7 @@ async def test_media_are_numbered_in_order(actor: Preprocess) -> None:
     first = ChatMessage("user", (ImagePart(PNG), TextPart("and"), sound))
     second = ChatMessage("user", (sound, ImagePart(JPEG), ImagePart(WEBP)))
     result = await actor.run(Chat((first, second)))
-    assert result.prompt.messages == (("user", (0, "and", 1)), ("user", (2, 3, 4)))
+    assert result.prompt.messages == (PromptMessage("user", (0, "and", 1)), PromptMessage("user", (2, 3, 4)))
     assert result.audio is not None and result.audio.index == (1, 2)
     assert np.array_equal(result.audio.samples[0], samples_of("hello"))
     assert result.image is not None and result.image.index == (0, 3, 4)
