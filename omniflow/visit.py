@@ -295,10 +295,15 @@ def class_of(port: Port) -> type:
 
 
 def accepts(hint: Any, value: object) -> bool:
-    """True where `value` may stand on a port of type `hint`; only plain classes are checked."""
+    """True where `value` may stand on a port of type `hint`; only plain classes are checked.
+
+    A Struct that derives from `hint` may not: in another process it would arrive without the fields that it adds.
+    """
+    if type(value) is hint:
+        return True
     if hint is float:
         return isinstance(value, (int, float))
-    return not isinstance(hint, type) or isinstance(value, hint)
+    return not isinstance(hint, type) or (isinstance(value, hint) and not isinstance(value, msgspec.Struct))
 
 
 def refuse_wrong_type(stage: str, port: Port, value: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from omniflow.actor import Port
 from omniflow.errors import ProtocolError, UnsupportedError
 from omniflow.mailbox import Credits
+from omniflow.media import Segment
 from omniflow.messages import READER_GONE
 from omniflow.turns import Progress
 from omniflow.visit import PortEmit, Reader, accepts
@@ -109,6 +110,12 @@ async def test_wrong_items_and_loops_beyond_their_bound_are_refused() -> None:
         await port.send(2)
 
 
+class Marked(Segment, frozen=True):
+    """Arrives in another process as a plain Segment, so it may not leave its own, either."""
+
+    mark: str
+
+
 @pytest.mark.parametrize(
     ("hint", "value", "expected"),
     [
@@ -118,6 +125,9 @@ async def test_wrong_items_and_loops_beyond_their_bound_are_refused() -> None:
         (float, "1", False),
         (list[int], "x", True),
         (int, None, False),
+        (int, True, True),
+        (Segment, Segment("a", 0), True),
+        (Segment, Marked("a", 0, "b"), False),
     ],
 )
 def test_accepts(hint: object, value: object, expected: bool) -> None:
