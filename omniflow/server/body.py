@@ -52,17 +52,20 @@ def decode_json(body: bytes, type: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=type)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
+        raise invalid_field(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedBodyError(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise MalformedBodyError("the body is nested too deeply") from error
 
 
-def _invalid(message: str) -> InvalidInputError:
-    """msgspec says "Expected `str`, got `int` - at `$.messages[0].role`"; OpenAI wants the path as `param`."""
+def invalid_field(message: str, *, within: str = "") -> InvalidInputError:
+    """msgspec says "Expected `str`, got `int` - at `$.messages[0].role`"; OpenAI wants the path as `param`.
+
+    `within`: the path of what was read, where that is a part of something.
+    """
     at = _AT_PATH.search(message)
-    path = at["path"] if at else ""
+    path = ".".join(part for part in (within, at["path"] if at else "") if part)
     text = message[: at.start()] if at else message
     missing = _MISSING.match(text)
     if missing:
