@@ -205,6 +205,13 @@ def _host(group: list[Stage], why: str, devices: dict[str, tuple[str, ...]], clu
     inline = cluster.single_process and used == _CPU
     restart = next((stage.restart for stage in anchors if stage.restart is not None), Restart())
     name = max(anchors, key=lambda stage: stage.memory.total_bytes).name
+    for stage in group if not inline else ():
+        if stage.restart not in (None, restart):
+            raise PlanError(
+                f"its restart= cannot hold: it shares the process of {name!r}, which restarts as a whole; "
+                f"set restart= on {name!r}, or isolate=True on {stage.name!r}",
+                stage=stage.name,
+            )
     return PlannedHost(
         name="main" if inline else name,
         stages=tuple(stage.name for stage in group),

@@ -180,6 +180,16 @@ def test_a_host_takes_the_restart_of_its_anchor() -> None:
     assert found.hosts[0].restart == again
 
 
+def test_a_restart_of_its_own_needs_a_process_of_its_own() -> None:
+    again = one_for_one()
+    own: dict[str, Any] = {"restart": again}
+    with pytest.raises(PlanError, match=r"stage 'b': its restart= cannot hold: it shares the process of 'a'"):
+        plan(chain(("a", Heavy, {}), ("b", Light, own)), CPU)
+    assert hosts(plan(chain(("a", Heavy, own), ("b", Light, own)), CPU)) == {"a": ("a", "b")}
+    alone = plan(chain(("a", Heavy, {}), ("b", Light, own | {"isolate": True})), CPU)
+    assert [host.restart.strategy for host in alone.hosts] == ["stop", "one_for_one"]
+
+
 def test_one_process_for_tests_and_notebooks() -> None:
     cluster = Cluster("inline", 2, 0, single_process=True)
     found = plan(chain(("a", Heavy, {}), ("b", Engine, {})), cluster)
