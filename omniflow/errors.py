@@ -8,6 +8,7 @@
       RecordingError                  a recording that cannot be read, written or replayed
       StartError                      a stage failed in `setup`
       ActorBrokenError                an actor cannot go on; its host ends and the supervisor decides
+      DeviceError                     a GPU or its driver refused something; values go another way
       RequestError                    ends one request, and only that one
         InvalidInputError             400  the caller can mend it; `param` names the field
           UnsupportedError            400  this model or profile cannot do it
@@ -87,6 +88,10 @@ class StartError(OmniflowError):
 
 class ActorBrokenError(OmniflowError):
     """Raised by an actor whose engine or device is broken for good: its host ends, and the supervisor decides."""
+
+
+class DeviceError(OmniflowError):
+    """A GPU, its driver or its libraries refused what a transport needs; the message says what, in their words."""
 
 
 class RequestError(OmniflowError):

@@ -38,7 +38,8 @@ class Item(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """A value on an edge. `body` is its msgpack form; its buffers lie in `block`, or in `inline` where they are small.
 
     Where the msgpack form itself is large, it is the first `body_length` bytes of `block`, and `body` is nil. `loans`
-    are the blocks of buffers that were allocated in shared memory and lie there still.
+    are the blocks of buffers that were allocated in shared memory and lie there still. `device` is where the tensors that
+    stay on their device lie; how they get there is the lane's affair.
     """
 
     edge: int
@@ -49,6 +50,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True, tag=2):
     block: Block | None = None
     body_length: int = 0
     loans: tuple[Block, ...] = ()
+    device: Block | None = None
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -132,6 +134,32 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag=10):
     blocks: tuple[tuple[int, int, int], ...]
 
 
+class LaneOffer(msgspec.Struct, frozen=True, array_like=True, tag=30):
+    """Producer -> consumer: device tensors can come by a lane of this kind. `device` is the producer's GPU, by its UUID;
+    of memory that is shared come the size and two descriptors.
+    """
+
+    kind: str
+    device: str = ""
+    size_bytes: int = 0
+
+
+class LaneAnswer(msgspec.Struct, frozen=True, array_like=True, tag=31):
+    """Consumer -> producer: the lane is open here; or it is not (any more), and why: tensors go through the host."""
+
+    problem: str | None = None
+
+
+class LaneNote(msgspec.Struct, frozen=True, array_like=True, tag=32):
+    """Either way: what the two ends of a communicator tell each other before it exists. `incoming`: of the lane that
+    leads to the receiver of this note.
+    """
+
+    incoming: bool
+    key: str
+    value: bytes
+
+
 class Connect(msgspec.Struct, frozen=True, array_like=True, tag=11):
     """Runtime -> host, with a descriptor: the socket to `peer`, replacing an older one."""
 
@@ -179,7 +207,7 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=16):
 
 Message = (
     Open | Item | End | Skip | Credit | Cancel | Failure | Closed | SlabOpened | SlabClosed | Release | Connect
-    | StageReady | HostReady | HostFailed | Beat | Shutdown | Recorded
+    | StageReady | HostReady | HostFailed | Beat | Shutdown | Recorded | LaneOffer | LaneAnswer | LaneNote
 )  # fmt: skip
 READER_GONE = -1
 """`Credit.count` of a reader that wants nothing more."""

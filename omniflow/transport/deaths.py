@@ -1,4 +1,4 @@
-"""Tells the event loop, in batches, which arrays have died: the last view of one may die in any thread."""
+"""Tells the event loop, in batches, which owners of memory have died: the last view of one may die in any thread."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import threading
 import weakref
 from collections.abc import Callable
 
-import numpy as np
-
 Key = tuple[int, int, int]
 """What a death is reported as: (slab, slot, generation)."""
 
 
-class _Watch(weakref.ref["np.ndarray"]):
+class _Watch(weakref.ref[object]):
     """A weak reference that knows what it stands for; `weakref.finalize` costs 1.4 us an array, this 0.7."""
 
     __slots__ = ("key",)
@@ -22,7 +20,7 @@ class _Watch(weakref.ref["np.ndarray"]):
 
 
 class Deaths:
-    """Watches arrays; `report` is called in `loop`, once for all that have died since its last turn."""
+    """Watches owners of memory; `report` is called in `loop`, once for all that have died since its last turn."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, report: Callable[[list[Key]], None]) -> None:
         self._loop = loop
@@ -32,13 +30,13 @@ class Deaths:
         self._dead: list[Key] = []
         self._reporting = False
 
-    def watch(self, array: np.ndarray, key: Key) -> None:
-        """Report `key` once `array`, which owns its views' memory, and all of them have died."""
-        watch = _Watch(array, self._died)
+    def watch(self, owner: object, key: Key) -> None:
+        """Report `key` once `owner`, which its views hold (a numpy array, mostly), and all of them have died."""
+        watch = _Watch(owner, self._died)
         watch.key = key
         self._watches[id(watch)] = watch
 
-    def _died(self, watch: weakref.ref[np.ndarray]) -> None:
+    def _died(self, watch: weakref.ref[object]) -> None:
         assert isinstance(watch, _Watch)
         del self._watches[id(watch)]
         self._dead.append(watch.key)

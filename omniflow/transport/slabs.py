@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -54,18 +55,73 @@ class Slab:
         os.close(self.descriptor)
 
 
-class SlabPool:
+class BlockPool(ABC):
+    """Memory in blocks, given out first come, first served. Belongs to the thread of the event loop."""
+
+    def __init__(self) -> None:
+        self._waiters: deque[tuple[int, asyncio.Future[Block]]] = deque()
+
+    @abstractmethod
+    def refuse_too_large(self, size: int) -> None:
+        """Raise ProtocolError where a block of `size` bytes can never be had."""
+
+    @abstractmethod
+    def _take_now(self, size: int) -> Block | None:
+        """A block, or None where all memory is in use."""
+
+    @abstractmethod
+    def give_back(self, slab: int, slot: int, generation: int) -> None:
+        """One holder less; without any the block is free. What was given back already is ignored."""
+
+    def try_take(self, size: int) -> Block | None:
+        """A block of `size` bytes with one holder, or None where all memory is in use.
+
+        Raises ProtocolError where it can never fit.
+        """
+        self.refuse_too_large(size)
+        return None if self._waiters else self._take_now(size)
+
+    async def take(self, size: int) -> Block:
+        """A block of `size` bytes; first come, first served."""
+        block = self.try_take(size)
+        if block is not None:
+            return block
+        waiter: asyncio.Future[Block] = asyncio.get_running_loop().create_future()
+        self._waiters.append((size, waiter))
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.cancelled():
+                self._serve_waiters()
+            else:
+                self.give_back(waiter.result().slab, waiter.result().slot, waiter.result().generation)
+            raise
+
+    def _serve_waiters(self) -> None:
+        while self._waiters:
+            size, waiter = self._waiters[0]
+            if waiter.done():
+                self._waiters.popleft()
+                continue
+            block = self._take_now(size)
+            if block is None:
+                return
+            self._waiters.popleft()
+            waiter.set_result(block)
+
+
+class SlabPool(BlockPool):
     """All slabs of one producer process, at most `limit_bytes`. `on_dropped` hears of slabs that were given back.
 
-    Belongs to the thread of the event loop; only `allocate` may be called from others.
+    Only `allocate` may be called from other threads than the event loop's.
     """
 
     def __init__(self, limit_bytes: int, on_dropped: Callable[[int], None]) -> None:
+        super().__init__()
         self.limit_bytes = limit_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._on_dropped = on_dropped
         self._slabs: dict[int, Slab] = {}
         self._count = 0
-        self._waiters: deque[tuple[int, asyncio.Future[Block]]] = deque()
         self._lock = threading.Lock()
         self._loans: dict[tuple[int, int], Block] = {}
         self._deaths: Deaths | None = None
@@ -91,43 +147,22 @@ class SlabPool:
 
     # -- blocks to copy into ---------------------------------------------------------------------------------------
 
-    def try_take(self, size: int) -> Block | None:
-        """A block of `size` bytes with one holder, or None where all memory is in use.
-
-        Raises ProtocolError where it can never fit.
-        """
+    def refuse_too_large(self, size: int) -> None:
         if size > self.limit_bytes:
             raise ProtocolError(
                 f"a value of {size} bytes is larger than the shared memory of its host ({self.limit_bytes} bytes); "
                 f"send it in pieces or raise runtime.shm_bytes"
             )
-        if self._waiters:
-            return None
+
+    def _take_now(self, size: int) -> Block | None:
         with self._lock:
             return self._take(size, self._grow)
-
-    async def take(self, size: int) -> Block:
-        """A block of `size` bytes; first come, first served."""
-        block = self.try_take(size)
-        if block is not None:
-            return block
-        waiter: asyncio.Future[Block] = asyncio.get_running_loop().create_future()
-        self._waiters.append((size, waiter))
-        try:
-            return await waiter
-        except asyncio.CancelledError:
-            if waiter.cancelled():
-                self._serve_waiters()
-            else:
-                self.give_back(waiter.result().slab, waiter.result().slot, waiter.result().generation)
-            raise
 
     def hold(self, block: Block) -> None:
         """One more holder of a block that is in use."""
         self._slabs[block.slab].holders[block.slot] += 1
 
     def give_back(self, slab: int, slot: int, generation: int) -> None:
-        """One holder less; without any the slot is free. A stale generation or a slab that is gone is ignored."""
         owner = self._slabs.get(slab)
         if owner is None or owner.generations[slot] != generation:
             return
@@ -136,19 +171,6 @@ class SlabPool:
             owner.generations[slot] += 1
             owner.free.append(slot)
             self._serve_waiters()
-
-    def _serve_waiters(self) -> None:
-        while self._waiters:
-            size, waiter = self._waiters[0]
-            if waiter.done():
-                self._waiters.popleft()
-                continue
-            with self._lock:
-                block = self._take(size, self._grow)
-            if block is None:
-                return
-            self._waiters.popleft()
-            waiter.set_result(block)
 
     def close(self) -> None:
         """Give all memory back."""
