@@ -45,7 +45,7 @@ async def serve_graph(
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals, unwrapped():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_obey, signals, runtime, stopping, tasks.cancel_scope, console)
-            async with serve(app, host=config.host, port=config.port) as address, _started(runtime, console):
+            async with serve(app, config) as address, _started(runtime, console):
                 _announce(plan, config, address, console)
                 failure = await _stopped_or_failed(runtime, stopping)
                 if failure is None:

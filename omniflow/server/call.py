@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from omniflow.errors import InvalidInputError, RequestError
 from omniflow.server.body import decode_json, read_body
+from omniflow.server.connection import break_off
 from omniflow.server.exchange import exchange_of
 from omniflow.server.failures import error_event
 from omniflow.server.scopes import unwrapped
@@ -89,6 +90,7 @@ class Call:
             except RequestError as error:
                 self._exchange.failure = error.code
                 if media_type != EVENT_STREAM:
+                    break_off(self._request.scope)
                     return
                 await self._send_piece(error_event(error))
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -72,6 +72,11 @@ def error_body(error: RequestError) -> bytes:
     return _body(str(error), error.status, error.param, error.code)
 
 
+def error_body_of(message: str, status: int, code: str) -> bytes:
+    """The JSON of an error that is none of the tree: what never became a request."""
+    return _body(message, status, None, code)
+
+
 def error_event(error: RequestError) -> bytes:
     """`error` as a server-sent event, for a stream that has begun; clients raise on it."""
     return b"data: " + error_body(error) + b"\n\n"

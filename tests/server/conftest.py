@@ -12,11 +12,6 @@ from .scripted import ScriptedRuntime
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def runtime() -> ScriptedRuntime:
     return ScriptedRuntime()
 

@@ -16,7 +16,7 @@ import openai
 import pytest
 from starlette.types import Message
 
-from omniflow.config import RuntimeConfig
+from omniflow.config import RuntimeConfig, ServerConfig
 from omniflow.errors import ConfigError, StageDiedError
 from omniflow.runtime import Output, Runtime
 from omniflow.server.app import build_app
@@ -336,5 +336,5 @@ async def test_small_replies_are_not_held_back_by_the_kernel() -> None:
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "256.1.1.1", "203.0.113.1"])
 async def test_an_address_that_is_not_ours_is_one_line(host: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen on {host}:0: "):
-        async with serve(build_app(ScriptedRuntime(), model="tiny"), host=host, port=0):  # type: ignore[arg-type]
+        async with serve(build_app(ScriptedRuntime(), model="tiny"), ServerConfig(host=host, port=0)):  # type: ignore[arg-type]
             pass
