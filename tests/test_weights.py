@@ -21,7 +21,17 @@ import pytest
 from huggingface_hub import constants
 
 from omniflow.errors import WeightsError
-from omniflow.weights import HubWeights, LocalWeights, PackagedWeights, Wheel, WheelFile, cache_folder, fetch, resolve
+from omniflow.weights import (
+    HubWeights,
+    InstalledWeights,
+    LocalWeights,
+    PackagedWeights,
+    Wheel,
+    WheelFile,
+    cache_folder,
+    fetch,
+    resolve,
+)
 
 ROOT = Path(__file__).parents[1]
 CONTENT = b"not really weights\n" * 40_000
@@ -489,3 +499,31 @@ def test_import_leaves_out_what_only_a_fetch_needs() -> None:
     modules = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     heavy = {"rich", "platformdirs", "filelock", "huggingface_hub", "torch", "transformers"}
     assert heavy.isdisjoint(modules.split())
+
+
+# -- data packages -----------------------------------------------------------------------------------------------------
+def data_package(folder: Path, content: bytes = b"12345") -> InstalledWeights:
+    (folder / "toy_data").mkdir()
+    (folder / "toy_data/__init__.py").write_text("raise AssertionError('the package must not be imported')")
+    (folder / "toy_data/model.bin").write_bytes(content)
+    return InstalledWeights(name="toy-data", license="MIT", package="toy-data", files=("model.bin",), size_bytes=5)
+
+
+def test_an_installed_data_package_is_found_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = data_package(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert weights.fetch() == weights.path() == tmp_path / "toy_data"
+    assert weights.state().status == "present"
+    assert resolve("toy-data", {"toy-data": weights}) is weights
+
+
+def test_a_data_package_that_is_not_here_or_not_whole_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = data_package(tmp_path, b"1234")
+    with pytest.raises(WeightsError, match="toy-data is missing: run `pip install ./packages/toy-data`"):
+        weights.path()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(WeightsError, match="toy-data is broken"):
+        weights.fetch()
+    assert weights.state().size_bytes == 4

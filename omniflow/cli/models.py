@@ -11,7 +11,7 @@ from omniflow.cli.chosen import Need, choose, needs_of
 from omniflow.cli.tables import new_table, size_text
 from omniflow.config import configure
 from omniflow.loader import load_graph, shipped_graphs
-from omniflow.weights import PackagedWeights, Weights, resolve
+from omniflow.weights import NamedWeights, Weights, resolve
 
 _STATUS_STYLES = {"present": "green", "missing": "yellow", "broken": "red"}
 
@@ -49,7 +49,7 @@ def _single(name: str) -> Weights:
     if name.startswith("hf:"):
         return resolve(name, {})
     known = [need.weights for need in needs_everywhere()]
-    return resolve(name, {weights.name: weights for weights in known if isinstance(weights, PackagedWeights)})
+    return resolve(name, {weights.name: weights for weights in known if isinstance(weights, NamedWeights)})
 
 
 def models_table(needs: Iterable[Need]) -> Table:
@@ -60,7 +60,7 @@ def models_table(needs: Iterable[Need]) -> Table:
         state = need.weights.state()
         name = Text.assemble((state.name, "bold"), (f"\nfor {', '.join(need.stages)}", "dim"))
         source = Text(state.source)
-        if isinstance(need.weights, PackagedWeights):
+        if isinstance(need.weights, NamedWeights):
             source.append(f"\n{need.weights.license}", style="dim")
         size = size_text(state.size_bytes) if state.size_bytes else "?"
         table.add_row(name, source, Text(state.status, style=_STATUS_STYLES[state.status]), size)
