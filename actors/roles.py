@@ -18,6 +18,7 @@ from omniflow.media import (
     TextDelta,
     TokenPrompt,
     Tokens,
+    ToolCallDelta,
     Waveforms,
 )
 
@@ -68,10 +69,12 @@ class ThinkerRole(Actor, ABC):
 
 
 class DetokenizeRole(Actor, ABC):
-    """Tokens to text."""
+    """Tokens to text, and to the tool calls in it."""
 
     @abstractmethod
-    async def run(self, tokens: Stream[Tokens], emit: Emit[TextDelta], ctx: Context) -> None: ...
+    async def run(
+        self, tokens: Stream[Tokens], text: Emit[TextDelta], tool_calls: Emit[ToolCallDelta], ctx: Context
+    ) -> None: ...
 
 
 class SegmenterRole(Actor, ABC):

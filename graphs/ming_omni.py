@@ -42,12 +42,12 @@ graph.result(preprocess, image_encoder)
 graph.fan_in(merge, prompt=preprocess, audio=audio_encoder, image=image_encoder)
 graph.result(merge, thinker)
 graph.stream(thinker, detokenize, bound=64)
-graph.stream(detokenize, segment, bound=64)
+graph.stream(detokenize["text"], segment, bound=64)
 graph.stream(segment, talker, bound=8)
 graph.stream(talker, vocoder, bound=8)
 
 graph.input(chat=preprocess, speech=segment)
-graph.output(text=detokenize, audio=vocoder, usage=thinker["result"])
+graph.output(text=detokenize["text"], tool_calls=detokenize["tool_calls"], audio=vocoder, usage=thinker["result"])
 
 again = one_for_one(max_restarts=5, within_s=60)
 graph.profile(

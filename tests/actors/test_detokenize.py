@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from actors.detokenize import Detokenize, StopFilter, TextOfTokens
+from actors.detokenize import Detokenize, LogprobsOfText, StopFilter, TextOfTokens, TokenNames
 from omniflow.errors import WeightsError
-from omniflow.media import Tokens
+from omniflow.media import TextDelta, TextLogprob, TokenLogprob, Tokens, Tool, ToolCallDelta
 from tests.doubles import ListEmit, ListStream, context
 
 pytestmark = pytest.mark.anyio
@@ -144,10 +144,10 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
 
 async def detokenize(text: str, **options: object) -> tuple[list[str], ListStream[Tokens]]:
     actor = Detokenize()
-    actor._tokenizer = byte_level()
+    actor._tokenizer, actor._names = byte_level(), TokenNames(byte_level())
     stream = ListStream([Tokens((id,)) for id in byte_level().encode(text).ids])
     emit = ListEmit()
-    await actor.run(stream, emit, context(**options))
+    await actor.run(stream, emit, ListEmit(), context(**options))
     return [delta.text for delta in emit.items], stream
 
 
@@ -175,8 +175,68 @@ async def test_the_real_tokenizer() -> None:
     text = "Dr. Smith paid 3.14 €: 你好，世界！ 👩‍🚀"
     emit = ListEmit()
     ids = [1, *actor._tokenizer.encode(text).ids, 2]
-    await actor.run(ListStream([Tokens((id,)) for id in ids]), emit, context())
+    await actor.run(ListStream([Tokens((id,)) for id in ids]), emit, ListEmit(), context())
     assert "".join(delta.text for delta in emit.items) == text
+
+
+@given(TEXTS, SIZES)
+def test_bytes_of_tokens_are_those_of_the_text(text: str, sizes: list[int]) -> None:
+    names, ids = TokenNames(byte_level()), byte_level().encode(text).ids
+    assert b"".join(map(names.bytes_of, ids)) == text.encode()
+    decoded, logprobs, sent, given = TextOfTokens(byte_level()), LogprobsOfText(names), "", b""
+    for part in chunks(ids, sizes):
+        logprobs.push(TokenLogprob(id, -0.5) for id in part)
+        delta = decoded.push(part)
+        sent += delta
+        given += b"".join(named.data for named in logprobs.take(delta))
+        assert "\ufffd" in text or given.startswith(sent.encode())
+    assert given + b"".join(named.data for named in logprobs.rest()) == text.encode()
+
+
+def test_names_of_tokens() -> None:
+    names = TokenNames(byte_fallback())
+    ids = [byte_fallback().token_to_id(token) for token in ("▁a", "<0xE4>", "é")]
+    assert [names.bytes_of(id) for id in [*ids, 99999]] == [b" a", b"\xe4", "é".encode(), b""]
+    named = names.named(TokenLogprob(ids[1], -1.5, ((ids[0], -0.5), (ids[1], -1.5))))
+    assert named == TextLogprob("\ufffd", b"\xe4", -1.5, ((" a", b" a", -0.5), ("\ufffd", b"\xe4", -1.5)))
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+async def answered(text: str, **options: object) -> tuple[list[TextDelta], list[ToolCallDelta]]:
+    """What the actor gives for an answer with log-probabilities; the last token is a special one."""
+    actor = Detokenize()
+    actor._tokenizer, actor._names = byte_level(), TokenNames(byte_level())
+    ids = [*byte_level().encode(text).ids, byte_level().token_to_id("<|end|>")]
+    texts, calls = ListEmit(), ListEmit()
+    items = [Tokens((id,), (TokenLogprob(id, -1.0),)) for id in ids]
+    await actor.run(ListStream(items), texts, calls, context(**options))
+    return texts.items, calls.items
+
+
+async def test_calls_leave_by_their_own_port() -> None:
+    texts, calls = await answered("Well. " + CALL, tools=(Tool("f"),))
+    assert "".join(delta.text for delta in texts) == "Well."
+    assert calls[0].name == "f" and "".join(delta.arguments for delta in calls) == '{"a": 1}'
+
+
+async def test_without_tools_markup_is_text() -> None:
+    texts, calls = await answered(CALL)
+    assert ("".join(delta.text for delta in texts), calls) == (CALL, [])
+
+
+@pytest.mark.parametrize("options", [{}, {"tools": (Tool("f"),)}])
+async def test_logprobs_come_with_their_text(options: dict[str, object]) -> None:
+    for text, shown in (("Hello 你!", "Hello 你!"), ("你 STOP and", "你 ")):
+        deltas, _ = await answered(text, stop=("STOP",), **options)
+        joined = b"".join(named.data for delta in deltas for named in delta.logprobs)
+        assert joined.decode().strip() == "".join(delta.text for delta in deltas).strip() == shown.strip()
+
+
+async def test_calls_have_no_logprobs() -> None:
+    texts, _ = await answered("Hi" + CALL + "Ho", tools=(Tool("f"),))
+    assert b"".join(named.data for delta in texts for named in delta.logprobs) == b"HiHo"
 
 
 async def test_a_folder_without_a_tokenizer_is_named(tmp_path: object) -> None:
