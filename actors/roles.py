@@ -19,6 +19,7 @@ from omniflow.media import (
     TokenPrompt,
     Tokens,
     ToolCallDelta,
+    Transcript,
     Waveforms,
 )
 
@@ -96,3 +97,10 @@ class VocoderRole(Actor, ABC):
 
     @abstractmethod
     async def run(self, latents: Stream[Latents], emit: Emit[AudioChunk], ctx: Context) -> None: ...
+
+
+class TranscriberRole(Actor, ABC):
+    """Writes down what is said."""
+
+    @abstractmethod
+    async def run(self, audio: Stream[AudioChunk], emit: Emit[Transcript], ctx: Context) -> None: ...

@@ -1,8 +1,10 @@
 """Ming-Omni with streaming speech: hears and sees, answers in text, and speaks the answer while it is written.
 
     preprocess => audio_encoder, image_encoder => (+) merge => thinker ~> detokenize ~> segment ~> talker ~> vocoder
+    transcribe
 
-The thinker and the talker meet in text (as in Ming-flash-omni), so speech from text enters at `segment`.
+The thinker and the talker meet in text (as in Ming-flash-omni), so speech from text enters at `segment`. What is only
+to be written down goes to `transcribe`.
 """
 
 from actors.detokenize import Detokenize
@@ -19,10 +21,12 @@ from actors.roles import (
     SegmenterRole,
     TalkerRole,
     ThinkerRole,
+    TranscriberRole,
     VocoderRole,
 )
 from actors.segmenter import Segmenter
 from actors.thinker import Thinker
+from actors.whisper.scribe import WhisperScribe
 from actors.whisper.transcriber import WhisperTranscriber
 from omniflow import Budget, Graph, absent, bind, one_for_one
 
@@ -36,6 +40,7 @@ detokenize = graph.stage("detokenize", DetokenizeRole, near="thinker")
 segment = graph.stage("segment", SegmenterRole, near="talker")
 talker = graph.stage("talker", TalkerRole)
 vocoder = graph.stage("vocoder", VocoderRole)
+transcribe = graph.stage("transcribe", TranscriberRole, near="audio_encoder")
 
 graph.result(preprocess, audio_encoder)
 graph.result(preprocess, image_encoder)
@@ -46,8 +51,14 @@ graph.stream(detokenize["text"], segment, bound=64)
 graph.stream(segment, talker, bound=8)
 graph.stream(talker, vocoder, bound=8)
 
-graph.input(chat=preprocess, speech=segment)
-graph.output(text=detokenize["text"], tool_calls=detokenize["tool_calls"], audio=vocoder, usage=thinker["result"])
+graph.input(chat=preprocess, speech=segment, transcription=transcribe)
+graph.output(
+    text=detokenize["text"],
+    tool_calls=detokenize["tool_calls"],
+    audio=vocoder,
+    usage=thinker["result"],
+    transcript=transcribe,
+)
 
 again = one_for_one(max_restarts=5, within_s=60)
 graph.profile(
@@ -67,4 +78,5 @@ graph.profile(
     segment=bind(Segmenter),
     talker=bind(PiperTalker, memory=Budget(weights="57 MB", workspace="100 MB"), restart=again),
     vocoder=bind(PiperVocoder, memory=Budget(weights="7 MB", workspace="100 MB"), restart=again),
+    transcribe=bind(WhisperScribe, memory=Budget(workspace="60 MB")),
 )

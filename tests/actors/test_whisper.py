@@ -9,9 +9,11 @@ import soxr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.whisper import transcriber
+from actors.whisper import model, transcriber, windows
 from actors.whisper.mel import log_mel, mel_filters
-from actors.whisper.transcriber import Whisper, WhisperTranscriber, cut, transcribe, window_s
+from actors.whisper.model import Whisper
+from actors.whisper.transcriber import WhisperTranscriber, transcribe
+from actors.whisper.windows import Cutter, cut, window_s
 from omniflow.actor import BatchPolicy, ports_of
 from omniflow.errors import InvalidInputError, ProtocolError
 from omniflow.media import AudioFeatures, Waveforms
@@ -74,10 +76,11 @@ def test_where_nothing_is_said_the_text_is_empty(whisper: Whisper) -> None:
 
 def test_loop_is_heard_again_in_the_window_of_the_training(whisper: Whisper, monkeypatch: pytest.MonkeyPatch) -> None:
     # With 1 s of silence after it, this clip makes the model repeat the sentence until it is stopped.
-    monkeypatch.setattr(transcriber, "WINDOWS_S", (4, 30))
-    monkeypatch.setattr(transcriber, "MARGIN_S", 1)
+    monkeypatch.setattr(windows, "WINDOWS_S", (4, 30))
+    monkeypatch.setattr(model, "WINDOWS_S", (4, 30))
+    monkeypatch.setattr(windows, "MARGIN_S", 1)
     fox = samples_of("fox")
-    assert whisper._generate([fox], 4) == [None]
+    assert whisper._generate(whisper._encode([fox], 4), [fox], 4) == [None]
     assert [plain(text) for text in whisper.hear([fox])] == [FOX]
 
 
@@ -97,6 +100,23 @@ def test_windows_hold_every_sound_once_and_in_order(sounds: list[tuple[float, fl
     assert all(0 < len(window) <= 30 * RATE_HZ for window in windows)
     joined = np.concatenate([silence(0), *windows])
     assert np.array_equal(joined[joined != 0], samples[samples != 0])
+
+
+def test_a_sound_that_comes_bit_by_bit_is_cut_as_a_whole_one_and_not_kept() -> None:
+    turn = np.concatenate([noise(7, 0.1), silence(1.5), noise(3, 0.2), silence(40)])
+    sound = np.concatenate([silence(3), np.tile(turn, 4)])
+    cutter, held = Cutter(), 0
+    found = []
+    for start in range(0, len(sound), 5000):
+        found += cutter.push(sound[start : start + 5000])
+        held = max(held, len(cutter._waiting))
+    found += cutter.rest()
+    assert held <= 30 * RATE_HZ + 5000
+    assert len(found) == 4
+    for window in found:
+        assert np.array_equal(window.samples, sound[window.start : window.start + len(window.samples)])
+    heard = np.concatenate([window.samples for window in found])
+    assert np.array_equal(heard[heard != 0], sound[sound != 0])
 
 
 def test_window_leaves_room_after_the_clip() -> None:
@@ -120,6 +140,30 @@ async def test_text_is_the_same_alone_and_in_a_batch(actor: WhisperTranscriber) 
     together = await actor.run(requests)
     alone = [(await actor.run([request]))[0] for request in requests]
     assert together == alone
+
+
+async def test_a_clip_is_heard_once(actor: WhisperTranscriber, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a conversation, where each turn comes with all that was said before."""
+    fox, hello = samples_of("fox"), samples_of("hello")
+    (first,) = await actor.run([Waveforms([fox], (0,))])
+    heard: list[int] = []
+    hear = actor._whisper.hear
+    monkeypatch.setattr(actor._whisper, "hear", lambda windows: heard.append(len(windows)) or hear(windows))
+    (again,) = await actor.run([Waveforms([fox.copy()], (0,))])
+    assert again == first and heard == []
+    (second,) = await actor.run([Waveforms([fox, hello, hello], (0, 1, 3))])
+    assert [plain(text) for text in second.texts] == [FOX, HELLO, HELLO] and heard == [1]
+
+
+async def test_only_so_many_clips_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = WhisperTranscriber(cached_clips=2)
+    await actor.setup()
+    heard: list[float] = []
+    hear = actor._whisper.hear
+    monkeypatch.setattr(actor._whisper, "hear", lambda windows: heard.append(len(windows[0])) or hear(windows))
+    for length in (4000, 5000, 4000, 6000, 4000, 5000):
+        await actor.run([Waveforms([samples_of("hello")[:length]], (0,))])
+    assert heard == [4000, 5000, 6000, 5000] and len(actor._texts) == 2
 
 
 async def test_too_much_audio_names_the_limit(actor: WhisperTranscriber) -> None:
