@@ -1,0 +1,354 @@
+"""The AR engine for GPUs: SGLang's scheduler in this process, stepped by its owner. One engine a process.
+
+The same protocol and the same answers as `engine/transformers.py`. SGLang does the batching, the KV cache and the CUDA
+graphs; what is here keeps requests apart where SGLang would not:
+
+- its requests have names of one length, because it aborts every request whose name begins as asked;
+- prompts with embeddings carry a hash of these in their cache key, because its prefix cache sees token ids alone;
+- stop strings are looked for here, so that it needs no tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
+from omniflow.engine.sglang_scheduler import Progress, SteppedScheduler, Way, abort, build, close, submit
+from omniflow.errors import (
+    ContextLengthError,
+    InvalidInputError,
+    OverloadedError,
+    ProtocolError,
+    StartError,
+    UnsupportedError,
+)
+
+Decode = Callable[[list[int]], str]
+
+
+class _Running:
+    """What this side remembers of one request that SGLang has."""
+
+    def __init__(self, request: EngineRequest, rid: str) -> None:
+        self.request = request
+        self.rid = rid
+        self.generated: list[int] = []
+
+
+class _Open:
+    """A request whose input is still fed: SGLang takes whole prompts, so it waits here."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.rows: list[torch.Tensor] = []
+
+    def whole(self) -> EngineRequest:
+        """The request with all that was fed; a 0 stands where an embedding takes the place of a token."""
+        request, embeds = self.request, torch.cat(self.rows)
+        start = len(request.ids)
+        positions = request.positions + tuple(range(start, start + len(embeds)))
+        if request.embeds is not None:
+            embeds = torch.cat([request.embeds.to(embeds), embeds])
+        ids = request.ids + [0] * (len(positions) - len(request.positions))
+        return msgspec.structs.replace(request, ids=ids, embeds=embeds, positions=positions, open=False)
+
+
+class SGLangEngine:
+    """`Engine` on a scheduler that `load_engine` has built.
+
+    `decode` turns ids into text and is needed for `stop` strings. A seed needs `deterministic`, except where nothing is
+    drawn (`temperature` 0).
+    """
+
+    def __init__(
+        self,
+        scheduler: SteppedScheduler,
+        *,
+        decode: Decode | None = None,
+        max_waiting: int = 64,
+        deterministic: bool = False,
+    ) -> None:
+        self._scheduler = scheduler
+        self._decode = decode
+        self._max_waiting = max_waiting
+        self._deterministic = deterministic
+        self._vocab_size: int = scheduler.model_config.vocab_size
+        self._hidden_size: int = scheduler.model_config.hidden_size
+        self._limit: int = scheduler.max_req_input_len - 1
+        """Tokens that a prompt can have."""
+        self._running: dict[str, _Running] = {}
+        """By request id, those that SGLang has and whose end was not told yet."""
+        self._ids: dict[str, str] = {}
+        """Request ids by SGLang's names."""
+        self._open: dict[str, _Open] = {}
+        self._aborted: list[str] = []
+        self._names = (f"{number:016x}" for number in itertools.count())
+
+    def start(self, request: EngineRequest) -> None:
+        """Queue `request`. Raises ContextLengthError if it can never fit, OverloadedError if the queue is full."""
+        self._check(request)
+        if len(self._scheduler.waiting_queue) + len(self._open) >= self._max_waiting:
+            raise OverloadedError(
+                f"{self._max_waiting} generations are waiting already", request_id=request.id, retry_after_s=1.0
+            )
+        if request.open:
+            self._open[request.id] = _Open(request)
+        else:
+            self._submit(request)
+
+    def feed(self, request_id: str, rows: torch.Tensor, done: bool) -> None:
+        """Append input embeddings [n, hidden]; `done` lets it generate. A request that has ended is ignored.
+
+        Nothing is computed before `done`: SGLang takes whole prompts.
+        """
+        waiting = self._open.get(request_id)
+        if waiting is None:
+            if request_id in self._running:
+                raise ProtocolError(f"request {request_id} is not open for more input", request_id=request_id)
+            return
+        self._check_rows(request_id, rows)
+        waiting.rows.append(rows)
+        length = len(waiting.request.ids) + sum(map(len, waiting.rows))
+        self._check_length(request_id, length)
+        if done:
+            if length == 0:
+                raise InvalidInputError("nothing was fed: a generation needs at least 1 input", request_id=request_id)
+            del self._open[request_id]
+            self._submit(waiting.whole())
+
+    def step(self) -> list[EngineOutput]:
+        """Run one batch. On a GPU it returns what the batch before it gave."""
+        outputs = [EngineOutput(request_id, (), "abort") for request_id in self._aborted]
+        self._aborted.clear()
+        if self._scheduler.has_work():
+            for progress in self._scheduler.step():
+                outputs += self._output(progress)
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request at the next step; unknown ids are ignored."""
+        if self._open.pop(request_id, None) is not None:
+            self._aborted.append(request_id)
+        elif request_id in self._running:
+            abort(self._scheduler, self._running[request_id].rid)
+
+    def has_work(self) -> bool:
+        """True while `step` would do something; an open request that waits for input is no work."""
+        return bool(self._aborted) or self._scheduler.has_work()
+
+    def stats(self) -> EngineStats:
+        """Counts for metrics and admission; tokens that only the prefix cache holds count as free."""
+        scheduler = self._scheduler
+        waiting = len(scheduler.waiting_queue)
+        return EngineStats(
+            len(self._running) - waiting, waiting + len(self._open), scheduler.kv_tokens_used(), scheduler.kv_tokens()
+        )
+
+    def close(self) -> None:
+        """Drop all requests and the model."""
+        self._running.clear()
+        self._open.clear()
+        del self._scheduler
+        close()
+
+    def _submit(self, request: EngineRequest) -> None:
+        running = _Running(request, next(self._names))
+        submit(
+            self._scheduler,
+            running.rid,
+            request.ids,
+            self._way(request),
+            embeds=request.embeds,
+            positions=request.positions,
+            extra_key=_content(request),
+            top_logprobs=request.sampling.top_logprobs,
+        )
+        self._running[request.id] = running
+        self._ids[running.rid] = request.id
+
+    def _way(self, request: EngineRequest) -> Way:
+        sampling = request.sampling
+        return Way(
+            max_new_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            stop_token_ids=set(sampling.stop_token_ids),
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            logit_bias={str(token): bias for token, bias in sampling.logit_bias} or None,
+            # SGLang takes 63 bits.
+            sampling_seed=None if sampling.seed is None else sampling.seed & (2**63 - 1),
+        )
+
+    def _output(self, progress: Progress) -> list[EngineOutput]:
+        """What `progress` means; nothing where the request's end was told already."""
+        request_id = self._ids.get(progress.rid)
+        if request_id is None:
+            return []
+        running = self._running[request_id]
+        ids, reason = self._new_ids(running, progress)
+        if reason is not None:
+            self._forget(running)
+            if progress.finish is None:
+                abort(self._scheduler, running.rid)
+        if not ids and reason is None:
+            return []
+        return [EngineOutput(request_id, tuple(ids), reason, tuple(progress.logprobs[: len(ids)]))]
+
+    def _new_ids(
+        self, running: _Running, progress: Progress
+    ) -> tuple[list[int], Literal["stop", "length", "abort"] | None]:
+        """The tokens that count of those that were drawn, and the finish reason where they end the request."""
+        ids: list[int] = []
+        for token in progress.ids:
+            if token in running.request.sampling.stop_token_ids:
+                return ids, "stop"
+            ids.append(token)
+            running.generated.append(token)
+            if self._stops(running):
+                return ids, "stop"
+        if progress.finish is None:
+            return ids, None
+        return ids, "abort" if progress.finish["type"] == "abort" else "length"
+
+    def _forget(self, running: _Running) -> None:
+        del self._running[running.request.id]
+        del self._ids[running.rid]
+
+    def _stops(self, running: _Running) -> bool:
+        stops = running.request.stop
+        if not stops or self._decode is None:
+            return False
+        # A token is at least one byte, so a stop string that ends with the newest token began within this window.
+        window = max(len(stop.encode()) for stop in stops) + 8
+        text = self._decode(running.generated[-window:])
+        return any(stop in text for stop in stops)
+
+    def _check(self, request: EngineRequest) -> None:
+        if request.id in self._running or request.id in self._open:
+            raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
+        if not request.ids and not request.open:
+            raise InvalidInputError("the prompt is empty: it needs at least 1 token", request_id=request.id)
+        if request.stop and self._decode is None:
+            raise ProtocolError("stop strings need an engine with `decode`", request_id=request.id)
+        biased = [token for token, _ in request.sampling.logit_bias]
+        if any(not 0 <= token < self._vocab_size for token in (*request.ids, *biased)):
+            raise ProtocolError(f"a token id is outside of the vocabulary of {self._vocab_size}", request_id=request.id)
+        if request.embeds is not None:
+            self._check_rows(request.id, request.embeds)
+        num_rows = 0 if request.embeds is None else len(request.embeds)
+        if num_rows != len(request.positions):
+            raise ProtocolError(f"{num_rows} embeddings for {len(request.positions)} positions", request_id=request.id)
+        if any(not 0 <= position < len(request.ids) for position in request.positions):
+            raise ProtocolError("an embedding lies outside of the prompt", request_id=request.id)
+        self._check_length(request.id, len(request.ids))
+        self._check_seed(request)
+
+    def _check_rows(self, request_id: str, rows: torch.Tensor) -> None:
+        if rows.ndim != 2 or rows.shape[1] != self._hidden_size:
+            raise ProtocolError(
+                f"embeddings of shape {list(rows.shape)}; this model takes [n, {self._hidden_size}]",
+                request_id=request_id,
+            )
+
+    def _check_length(self, request_id: str, length: int) -> None:
+        if length > self._limit:
+            raise ContextLengthError(
+                f"the prompt has {length} tokens; at most {self._limit} fit", request_id=request_id, param="messages"
+            )
+
+    def _check_seed(self, request: EngineRequest) -> None:
+        """SGLang ignores a seed in silence unless all of it is deterministic."""
+        if request.sampling.seed is not None and request.sampling.temperature > 0 and not self._deterministic:
+            raise UnsupportedError(
+                "a seed needs deterministic=true of this stage, on a GPU; leave it out, or send temperature 0",
+                request_id=request.id,
+                param="seed",
+            )
+
+
+def _content(request: EngineRequest) -> str | None:
+    """A name for the embeddings in a prompt and their places; None where there are none."""
+    if request.embeds is None:
+        return None
+    content = hashlib.blake2b(repr(request.positions).encode(), digest_size=16)
+    content.update(request.embeds.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
+
+
+def load_engine(
+    folder: Path,
+    *,
+    decode: Decode | None = None,
+    device: str = "gpu",
+    threads: int = 1,
+    max_running: int = 8,
+    max_waiting: int = 64,
+    kv_tokens: int = 16384,
+    dtype: str = "auto",
+    deterministic: bool = False,
+    **more: Any,
+) -> SGLangEngine:
+    """An engine on the checkpoint in `folder`; call it in the thread that will call `step`.
+
+    `device` is cpu, gpu or gpu:1; `dtype` auto is the checkpoint's. `kv_tokens` are reserved in full, whatever else is
+    on the GPU; StartError where they do not fit. `deterministic` makes a request draw the same tokens for a seed alone
+    and in any batch; GPU only. `more` are settings of SGLang's `ServerArgs`.
+    """
+    torch.set_num_threads(threads)
+    if torch.distributed.is_initialized():
+        raise StartError("SGLang allows one engine in a process, and this process has one; isolate the stage")
+    settings = _settings(device, max_running, kv_tokens, deterministic) | {"dtype": dtype, "model_path": str(folder)}
+    scheduler = build(settings | more)
+    if scheduler.kv_tokens() < kv_tokens:
+        raise StartError(
+            f"the GPU has room for {scheduler.kv_tokens()} KV tokens, and kv_tokens asks for {kv_tokens}; lower it"
+        )
+    return SGLangEngine(scheduler, decode=decode, max_waiting=max_waiting, deterministic=deterministic)
+
+
+def _settings(device: str, max_running: int, kv_tokens: int, deterministic: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "grammar_backend": "none",
+        "sampling_backend": "pytorch",
+        "max_total_tokens": kv_tokens,
+        "max_running_requests": max_running,
+        "log_level": "warning",
+        "watchdog_timeout": 1e9,  # SGLang's would kill the parent of this process; the supervisor watches
+    }
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        if deterministic:
+            raise StartError("deterministic=true needs a GPU: SGLang draws by seed on GPUs only")
+        return settings | {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "disable_overlap_schedule": True,
+            "disable_cuda_graph": True,
+        }
+    return settings | {
+        "device": "cuda",
+        "base_gpu_id": int(number or 0),
+        # FA3, SGLang's choice on Hopper, is 1.1 GB of kernels that are not always installed.
+        "attention_backend": "triton",
+        "enable_deterministic_inference": deterministic,
+        # kv_tokens is the cap: a share of what happens to be free would differ from start to start.
+        "mem_fraction_static": 0.95,
+        "cuda_graph_bs_decode": graph_sizes(max_running),
+        "disable_prefill_cuda_graph": True,
+    }
+
+
+def graph_sizes(max_running: int) -> list[int]:
+    """Batch sizes with a CUDA graph of their own; a batch in between is padded to the next."""
+    steps = [1, 2, 4, *range(8, max_running, 8)]
+    return [size for size in steps if size < max_running] + [max_running]

@@ -1,0 +1,244 @@
+"""All that omniflow knows of SGLang's insides: its scheduler, held in this process and stepped by its owner.
+
+No socket and no child process: what SGLang would send is put into a list (`Outbox`). What differs between the
+`VERSIONS` is in `_construct`. SGLang's settings and process groups are global to a process, so there is one scheduler in
+a process, for the life of it.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import deque
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+# Read when SGLang is imported: logprobs are the model's own, before temperature, as the other engine gives them.
+os.environ.setdefault("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+if not torch.cuda.is_available():
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+import sglang
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+from sglang.srt.managers.scheduler import DynamicGradMode, Scheduler
+from sglang.srt.runtime_context import publish
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import PortArgs, ServerArgs
+
+VERSIONS = ("0.5.17", "0.5.23")
+"""Of SGLang, run with this code: the oldest and the newest."""
+_RANKS_IN_CONTEXT = (0, 5, 18)
+"""From this version on the scheduler reads its rank from what was published, instead of taking it."""
+
+
+class Progress(NamedTuple):
+    """What a batch gave one request: its new tokens, why it ended (None: it goes on), and its place in the batch."""
+
+    rid: str
+    ids: list[int]
+    finish: dict[str, Any] | None
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
+    place: int
+
+
+class Outbox:
+    """Takes the place of SGLang's streamer and of its sockets: holds what the last batch gave."""
+
+    def __init__(self) -> None:
+        self.progress: list[Progress] = []
+
+    def stream_output(self, reqs: list[Any], return_logprob: bool, skip_req: Any = None) -> None:
+        """Called by SGLang with the requests of a batch whose results are in. `skip_req` still reads its prompt."""
+        for place, req in enumerate(reqs):
+            # With overlap a request is in one batch more after its last: `finished_output` says that it was told.
+            if req is skip_req or (req.finished() and req.finished_output):
+                continue
+            req.finished_output = req.finished()
+            ids = req.output_ids if req.finished_len is None else req.output_ids[: req.finished_len]
+            start, req.send_token_offset = req.send_token_offset, len(ids)
+            finish = req.finished_reason.to_json() if req.finished_reason else None
+            logprobs, top = _logprobs(req, start, len(ids)) if req.return_logprob else ([], [])
+            self.progress.append(Progress(req.rid, list(ids[start:]), finish, logprobs, top, place))
+
+    def send_output(self, output: object, recv_obj: Any = None) -> None:
+        """Called by SGLang for a request that it drops before it ran."""
+        if isinstance(output, AbortReq):
+            self.progress.append(Progress(output.rid, [], output.finished_reason or {"type": "abort"}, [], [], 0))
+
+
+def _logprobs(req: Any, start: int, end: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    found = req.logprob
+    top = zip(found.output_top_logprobs_idx[start:end], found.output_top_logprobs_val[start:end], strict=True)
+    return list(found.output_token_logprobs_val[start:end]), [
+        list(zip(ids, values, strict=True)) for ids, values in top
+    ]
+
+
+class SteppedScheduler(Scheduler):  # type: ignore[misc]
+    """SGLang's scheduler without its sockets, one batch a `step`.
+
+    With overlap (GPUs) a step launches a batch and then hands out the results of the one before it, so that the device
+    does not wait for Python.
+    """
+
+    running_batch: Any
+    last_batch: Any
+
+    def init_ipc_channels(self, port_args: PortArgs) -> None:
+        self.outbox = Outbox()
+        self.ipc_channels = SimpleNamespace(
+            recv_from_tokenizer=None,
+            recv_from_rpc=None,
+            send_to_tokenizer=self.outbox,
+            send_to_detokenizer=self.outbox,
+            send_metrics_from_scheduler=None,
+        )
+        self.load_snapshot_writer = None
+        self.recv_from_tokenizer = None
+
+    def init_output_streamer(self) -> None:
+        self.output_streamer = self.outbox
+
+    def begin(self) -> None:
+        """What SGLang does before its own loop; call it once, in the thread that will call `step`."""
+        self.result_queue: deque[tuple[Any, Any]] = deque()
+        self.model_config.hf_eos_token_id = set()  # a request says itself which tokens end it
+        if self.device == "cpu":
+            return
+        self.schedule_stream = self.device_module.Stream(priority=0)
+        while self.schedule_stream.cuda_stream == self.forward_stream.cuda_stream:  # from a pool of 32
+            self.schedule_stream = self.device_module.Stream(priority=0)
+        self._war_barrier_enabled = True
+        torch.cuda.set_stream(self.schedule_stream)
+
+    def has_work(self) -> bool:
+        """True while `step` would do something."""
+        return not self.is_fully_idle()
+
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return int(self.max_total_num_tokens)
+
+    def kv_tokens_used(self) -> int:
+        """Those of them that running requests hold; what only the prefix cache holds is free for others."""
+        free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
+        return self.kv_tokens() - int(free)
+
+    @DynamicGradMode()  # type: ignore[untyped-decorator]
+    def step(self) -> list[Progress]:
+        """Run one batch; what requests got by it, or by the batch before it."""
+        plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
+        self.running_batch, batch = plan.running_batch, plan.batch_to_run
+        if self.enable_overlap:
+            self._step_overlapped(batch)
+        elif batch:
+            self.process_batch_result(batch, self.run_batch(batch))
+        self.last_batch = batch
+        if batch is None:
+            self.on_idle()  # raises where a KV slot was lost
+        progress, self.outbox.progress = self.outbox.progress, []
+        return progress
+
+    def _step_overlapped(self, batch: Any) -> None:
+        now = self.is_disable_overlap_for_batch(batch, last_batch=self.last_batch)
+        if now:
+            self.process_batch_result(*self.result_queue.popleft())
+        result = None
+        if batch:
+            result = self.run_batch(batch)
+            self._apply_war_barrier()
+            self.result_queue.append((batch.copy(), result))
+        if self.last_batch and not now:
+            self.process_batch_result(*self.result_queue.popleft())
+        self.launch_batch_sample_if_needed(result, batch)
+
+
+class Way(NamedTuple):
+    """How SGLang draws the tokens of one request, in its own words."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: set[int]
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: dict[str, float] | None
+    sampling_seed: int | None
+
+
+def build(settings: dict[str, Any]) -> SteppedScheduler:
+    """A scheduler with `settings`, by the names of SGLang's `ServerArgs`; call it in the thread that will step it."""
+    scheduler = _construct(ServerArgs(**settings))
+    scheduler.begin()
+    return scheduler
+
+
+def submit(
+    scheduler: SteppedScheduler,
+    rid: str,
+    ids: list[int],
+    way: Way,
+    *,
+    embeds: torch.Tensor | None = None,
+    positions: tuple[int, ...] = (),
+    extra_key: str | None = None,
+    top_logprobs: int | None = None,
+) -> None:
+    """Queue a request.
+
+    `embeds` take the place of token embeddings at `positions`; `extra_key` keeps it apart in the prefix cache.
+    """
+    sampling = SamplingParams(**way._asdict())
+    sampling.normalize(None)
+    request = TokenizedGenerateReqInput(
+        rid=rid,
+        input_text=None,
+        input_ids=array("q", ids),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=sampling,
+        return_logprob=top_logprobs is not None,
+        logprob_start_len=-1,
+        top_logprobs_num=top_logprobs or 0,
+        token_ids_logprob=None,
+        stream=True,
+        positional_embed_overrides=None if embeds is None else PositionalEmbeds(embeds, list(positions)),
+        extra_key=extra_key,
+    )
+    scheduler.process_input_requests([request])
+
+
+def abort(scheduler: SteppedScheduler, rid: str) -> None:
+    """Let the request end at its next step. SGLang also aborts every request whose name begins with `rid`."""
+    scheduler.process_input_requests([AbortReq(rid=rid)])
+
+
+def close() -> None:
+    """End the process groups that SGLang has made."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _construct(server_args: ServerArgs) -> SteppedScheduler:
+    gpu: int = server_args.base_gpu_id
+    if _version() < _RANKS_IN_CONTEXT:
+        ports = PortArgs.init_new(server_args)
+        publish(server_args, role="scheduler")
+        ranks = {"tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None}
+        return SteppedScheduler(server_args, ports, gpu_id=gpu, **ranks)
+    from sglang.srt.runtime_context import SpawnRanks
+
+    server_args.resolve_once()
+    ports = PortArgs.init_new(server_args)
+    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=gpu))
+    return SteppedScheduler(server_args, ports)
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in sglang.__version__.split(".")[:3])

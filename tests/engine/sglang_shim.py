@@ -1,0 +1,48 @@
+"""Lets SGLang import where there is no GPU: `install()` before anything of sglang is imported, also in children.
+
+PyTorch's builds for CPUs do not load the operators of torchvision's wheel, and SGLang's kernels exist for GPUs alone.
+Both are only named while SGLang is imported; nothing of them is called for a Llama on a CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+class _Kernels(ModuleType):
+    """Stands in for a module: it has every name, and calling one says what is missing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*args: object, **kwargs: object) -> None:
+            raise NotImplementedError(f"{self.__name__}.{name} is not installed here")
+
+        return missing
+
+
+def install() -> None:
+    """Declare what torchvision registers, and a stand-in for `sgl_kernel`."""
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    kernels = _Kernels("sgl_kernel")
+    kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
+    kernels.__path__ = []
+    sys.modules["sgl_kernel"] = kernels
+    if importlib.util.find_spec("IPython") is None:  # two names of it are imported and never used when serving
+        sys.modules["IPython"] = sys.modules["IPython.display"] = _Kernels("IPython")
+    _kept.append(library)
+
+
+_kept: list[Any] = []
+"""A library's declarations live as long as it does."""
