@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ConfigError,
         ContextLengthError,
         DeadlineError,
+        DeviceError,
         EdgeFullError,
         GraphError,
         InvalidInputError,
@@ -50,13 +51,21 @@ if TYPE_CHECKING:
         Options,
         Part,
         Prompt,
+        PromptMessage,
         Segment,
         TextDelta,
+        TextLogprob,
         TextPart,
+        TokenLogprob,
         TokenPrompt,
         Tokens,
+        Tool,
+        ToolCall,
+        ToolCallDelta,
+        Transcript,
         VideoPart,
         Waveforms,
+        Word,
     )
     from omniflow.planner import Cluster, Gpu, Plan, cluster_named, plan
     from omniflow.reply import Output, Reply
@@ -80,6 +89,7 @@ __all__ = [
     "Context",
     "ContextLengthError",
     "DeadlineError",
+    "DeviceError",
     "EdgeFullError",
     "Emit",
     "Generated",
@@ -102,6 +112,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Prompt",
+    "PromptMessage",
     "ProtocolError",
     "RecordingError",
     "Reply",
@@ -117,14 +128,21 @@ __all__ = [
     "StartError",
     "Stream",
     "TextDelta",
+    "TextLogprob",
     "TextPart",
+    "TokenLogprob",
     "TokenPrompt",
     "Tokens",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "Transcript",
     "UnavailableError",
     "UnsupportedError",
     "VideoPart",
     "Waveforms",
     "WeightsError",
+    "Word",
     "__version__",
     "absent",
     "batched",
@@ -137,12 +155,14 @@ __all__ = [
 _MODULES = {
     "actor": "Actor Context Emit Outputs Stream batched",
     "config": "RuntimeConfig ServerConfig",
-    "errors": "ActorBrokenError CancelledError ConfigError ContextLengthError DeadlineError EdgeFullError GraphError "
-    "InvalidInputError NotFoundError OmniflowError OverloadedError PlanError ProtocolError RecordingError RequestError "
-    "StageDiedError StageError StartError UnavailableError UnsupportedError WeightsError",
+    "errors": "ActorBrokenError CancelledError ConfigError ContextLengthError DeadlineError DeviceError "
+    "EdgeFullError GraphError InvalidInputError NotFoundError OmniflowError OverloadedError PlanError "
+    "ProtocolError RecordingError RequestError StageDiedError StageError StartError UnavailableError "
+    "UnsupportedError WeightsError",
     "graph": "Graph",
-    "media": "AudioChunk AudioFeatures AudioPart Chat ChatMessage Generated ImageFeatures ImagePart Images Latents "
-    "Options Part Prompt Segment TextDelta TextPart TokenPrompt Tokens VideoPart Waveforms",
+    "media": "AudioChunk AudioFeatures AudioPart Chat ChatMessage Generated ImageFeatures ImagePart Images "
+    "Latents Options Part Prompt PromptMessage Segment TextDelta TextLogprob TextPart TokenLogprob "
+    "TokenPrompt Tokens Tool ToolCall ToolCallDelta Transcript VideoPart Waveforms Word",
     "planner": "Cluster Gpu Plan cluster_named plan",
     "reply": "Output Reply",
     "runtime": "Runtime",
