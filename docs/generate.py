@@ -113,6 +113,8 @@ def _type(hint: Any) -> str:
         )
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple and Annotated in map(typing.get_origin, typing.get_args(hint)):
+        return f"list of {_type(typing.get_args(typing.get_args(hint)[0])[0])}"
     text = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
     return text.replace("|", "\\|")
 

@@ -615,7 +615,7 @@ class Running:
             text=True,
         )
         self.out: list[str] = []
-        self.err: list[str] = []
+        self.err: list[str] = []  # less the line that every request has
         self.url = ""
         self._readers = [
             threading.Thread(target=self._read, args=(stream, lines))
@@ -627,7 +627,8 @@ class Running:
     def _read(self, stream: IO[str] | None, lines: list[str]) -> None:
         assert stream is not None
         for line in stream:
-            lines.append(line.rstrip("\n"))
+            if " INFO omniflow.access: " not in line:
+                lines.append(line.rstrip("\n"))
 
     def wait_for(self, text: str, within_s: float = 30) -> str:
         """The first line of stdout that holds `text`."""
@@ -862,16 +863,16 @@ def answers(port: int) -> bool:
 
 
 def test_addresses_that_cannot_be_listened_on() -> None:
-    from omniflow.cli.serving import refuse_taken_address
+    from omniflow.cli.serving import refuse_what_cannot_be_served
     from omniflow.errors import ConfigError
 
     with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1:0: .*; choose another --host or --port"):
-        refuse_taken_address(ServerConfig(host="192.0.2.1", port=0))
+        refuse_what_cannot_be_served(ServerConfig(host="192.0.2.1", port=0))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigError, match="is in use; stop what listens there"):
-            refuse_taken_address(ServerConfig(port=taken.getsockname()[1]))
+            refuse_what_cannot_be_served(ServerConfig(port=taken.getsockname()[1]))
 
 
 # -- record and replay ---------------------------------------------------------------------------------------------

@@ -73,6 +73,21 @@ def run(
     profile: Profile = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (8000); 0 takes a free one.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="Let in only callers with such a key. Repeatable. Others on this machine can "
+            "read a command line: OMNIFLOW_API_KEYS=KEY,... is better.",
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Web pages that may call: https://chat.example. Repeatable."),
+    ] = None,
+    ssl_certfile: Annotated[str | None, typer.Option(metavar="FILE", help="Certificate chain: speak TLS.")] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(metavar="FILE", help="Its key, where it is not in there.")] = None,
+    log_format: Annotated[str | None, typer.Option(metavar="text|json", help="Form of the log on stderr.")] = None,
     set_: Settings = None,
     config: ConfigFile = None,
     single_process: SingleProcess = False,
@@ -89,9 +104,19 @@ def run(
         from omniflow.cli import replaying, serving
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: run `pip install 'omniflow[server]'`") from error
-    layers = layers_of(config, set_ or [], {"server.host": host, "server.port": port})
+    options = {
+        "host": host,
+        "port": port,
+        "api_keys": api_key,
+        "cors_origins": cors_origin,
+        "ssl_certfile": ssl_certfile,
+        "ssl_keyfile": ssl_keyfile,
+        "log_format": log_format,
+    }
+    layers = layers_of(config, set_ or [], {f"server.{name}": value for name, value in options.items()})
     chosen = choose(graph, profile, layers)
-    serving.refuse_taken_address(chosen.configured.server)
+    serving.refuse_what_cannot_be_served(chosen.configured.server)
+    serving.write_log(chosen.configured.server)
     cluster = msgspec.structs.replace(this_machine(), single_process=single_process)
     plan = make_plan(chosen.spec, cluster, chosen.configured.runtime)
     console = output_console()

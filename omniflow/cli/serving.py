@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import json
 import logging
 import signal
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import anyio
+import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -23,8 +25,9 @@ from omniflow.planner import Plan
 from omniflow.recording import Recorder
 from omniflow.runtime import Runtime
 from omniflow.server.app import build_app
+from omniflow.server.logs import JsonFormatter
 from omniflow.server.scopes import unwrapped
-from omniflow.server.serve import Address, serve
+from omniflow.server.serve import Address, serve, tls_context
 
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses to listen on that are none to call, and what to call instead."""
@@ -55,8 +58,20 @@ async def serve_graph(
         raise failure
 
 
-def refuse_taken_address(config: ServerConfig) -> None:
-    """Raises ConfigError where the address cannot be listened on: before anything is fetched or loaded."""
+def write_log(config: ServerConfig) -> None:
+    """From now on, write the log on stderr in the form that `config` asks for, with a line for each request."""
+    text = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(JsonFormatter() if config.log_format == "json" else text)
+    if config.access_log:
+        logging.getLogger("omniflow.access").setLevel(min(logging.INFO, logging.getLogger().level))
+
+
+def refuse_what_cannot_be_served(config: ServerConfig) -> None:
+    """Raises ConfigError where the address cannot be listened on, or the certificate cannot be used: before anything
+    is fetched or loaded.
+    """
+    tls_context(config)
     where = f"{config.host}:{config.port}"
     try:
         # `serve` binds again, once there is a runtime to serve.
@@ -157,19 +172,30 @@ class _Starting:
 
 
 def _announce(plan: Plan, config: ServerConfig, address: Address, console: Console) -> None:
-    url = Address(_EVERYWHERE.get(address.host, address.host), address.port).url
+    called = msgspec.structs.replace(address, host=_EVERYWHERE.get(address.host, address.host))
     model = config.model or plan.name
     console.print(
         Text.assemble("\n", (model, "bold"), " is ready at ", (address.url, "bold green"), " (Ctrl-C stops it)")
     )
-    for what, line in _calls(plan, model, url):
+    if not config.api_keys and not _is_loopback(address.host):
+        note = "anybody who reaches this address may call: OMNIFLOW_API_KEYS=KEY,... asks for keys"
+        console.print(Text(note, style="yellow"), soft_wrap=True)
+    for what, line in _calls(plan, model, called.url, with_key=bool(config.api_keys)):
         console.print(Text.assemble("\n", (f"# {what}", "dim"), "\n", line), soft_wrap=True)
     console.print()
 
 
-def _calls(plan: Plan, model: str, url: str) -> Iterator[tuple[str, str]]:
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _calls(plan: Plan, model: str, url: str, *, with_key: bool) -> Iterator[tuple[str, str]]:
     """Lines for a shell that call what this graph can do."""
-    post = "-H 'Content-Type: application/json' -d"
+    key = '-H "Authorization: Bearer $OMNIFLOW_API_KEY" ' if with_key else ""
+    post = f"{key}-H 'Content-Type: application/json' -d"
     if "speech" in plan.inputs and "audio" in plan.outputs_of("speech"):
         body: dict[str, object] = {"model": model, "input": "Hello there.", "response_format": "wav"}
         yield "speech", f"curl -s {url}/v1/audio/speech {post} '{json.dumps(body)}' -o hello.wav"
