@@ -31,6 +31,25 @@ class DecoderShape(msgspec.Struct, frozen=True):
     rope_theta: float = 10000.0
 
 
+def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the last n positions over all: `query` [batch, n, heads, dim], and so the result.
+
+    `keys` and `values` are [batch, kv_heads, length, dim].
+    """
+    batch, count, heads, dim = query.shape
+    length = keys.shape[2]
+    if count == 1:  # the heads that share keys are as good as several positions without a mask, and that is one call
+        grouped = query.view(batch, keys.shape[1], -1, dim)
+        return F.scaled_dot_product_attention(grouped, keys, values).view(batch, 1, heads, dim)
+    mask = None
+    if count < length:
+        mask = torch.ones(count, length, dtype=torch.bool, device=query.device).tril(length - count)
+    attended = F.scaled_dot_product_attention(
+        query.transpose(1, 2), keys, values, mask, is_causal=mask is None, enable_gqa=True
+    )
+    return attended.transpose(1, 2)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, over the last axis."""
 

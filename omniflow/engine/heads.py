@@ -20,10 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from omniflow.engine.decoder import Decoder, DecoderShape
+from omniflow.engine.decoder import Decoder, DecoderShape, attend_last
 
 STATE_SIZE = 2
 """Of each row: how many steps it has taken, and how many since its end began (0: it has not)."""
@@ -204,13 +203,7 @@ class _DepthAttention:
         keys, values = self._stored[layer, 0], self._stored[layer, 1]
         keys[:, :, self._start : self._end] = key.transpose(1, 2)
         values[:, :, self._start : self._end] = value.transpose(1, 2)
-        return F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            keys[:, :, : self._end],
-            values[:, :, : self._end],
-            is_causal=self._start == 0,
-            enable_gqa=True,
-        ).transpose(1, 2)
+        return attend_last(query, keys[:, :, : self._end], values[:, :, : self._end])
 
 
 def draw(logits: torch.Tensor, noise: torch.Tensor, knobs: Knobs) -> torch.Tensor:
