@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import os
 import socket
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.loops import loaned, loops
 from bench.workload import (
     KB,
     NUM_IDLE,
@@ -150,11 +150,11 @@ async def small(connection: socket.socket, hot_s: float, name: str) -> None:
 async def large(connection: socket.socket, hot_s: float, name: str) -> None:
     sender = Sender(connection, hot_s)
     for size, array, count in sizes():
-        for loaned in (False, True):
-            system = f"{name}, loaned" if loaned else name
-            tell_payload(system, size, await sender.one_way(array, count, 0, loaned))
+        for in_place in (False, True):
+            system = loaned(name) if in_place else name
+            tell_payload(system, size, await sender.one_way(array, count, 0, in_place))
             if count > 50:
-                tell_payload(system, f"{size} idle", await sender.one_way(array, 60, PAUSE_S, loaned))
+                tell_payload(system, f"{size} idle", await sender.one_way(array, 60, PAUSE_S, in_place))
     await sender.rate(STREAM, array, count)
     tell(name, "stream 64 MB", await sender.rate(STREAM, array, count) * array.nbytes / 1e9)
     sender.link.close()
@@ -201,7 +201,7 @@ async def consume(connections: list[socket.socket], start: int, count: int, name
     memory.close()
 
 
-def fan_in(name: str) -> None:
+def fan_in(name: str, factory: Any) -> None:
     """Three processes on core 1 send to one on core 0."""
     go, start = os.pipe()
     pairs = [socket_pair() for _ in range(3)]
@@ -213,12 +213,14 @@ def fan_in(name: str) -> None:
                 mine.close()
             pin(1)
             gc.disable()
-            asyncio.run(produce(theirs, go, NUM_SENT // 2))
+            with asyncio.Runner(loop_factory=factory) as runner:
+                runner.run(produce(theirs, go, NUM_SENT // 2))
             os._exit(0)
         pids.append(pid)
         theirs.close()
     pin(0)
-    asyncio.run(consume([ours for ours, _ in pairs], start, NUM_SENT // 2, name))
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(consume([ours for ours, _ in pairs], start, NUM_SENT // 2, name))
     for pid in pids:
         os.waitpid(pid, 0)
 
@@ -240,10 +242,10 @@ async def own_cost(name: str) -> None:
         for _ in range(4):
             await asyncio.sleep(0)
         turns.append(time.thread_time_ns() - began)
-    for loaned in (False, True):
+    for in_place in (False, True):
         times: list[float] = []
         for _ in range(1500):
-            array = sender.link.allocate(64 * KB) if loaned else copied
+            array = sender.link.allocate(64 * KB) if in_place else copied
             array[0], array[-1] = 0, 255
             began = time.thread_time_ns()
             sender.link.send_item(STREAM, 1, 0, array)
@@ -252,23 +254,20 @@ async def own_cost(name: str) -> None:
             times.append(time.thread_time_ns() - began)
         assert sender.link.statistics().blocks_held == 0
         cost = percentile(times, 0.5) - percentile(turns, 0.5)
-        tell(f"{name}, loaned" if loaned else name, "own CPU", cost / 1e3)
+        tell(loaned(name) if in_place else name, "own CPU", cost / 1e3)
     other.close()
     sender.link.close()
 
 
 def main() -> None:
-    loops: dict[str, Any] = {"": None}
-    if importlib.util.find_spec("uvloop") is not None:
-        import uvloop
-
-        loops[" (uvloop)"] = uvloop.new_event_loop
-    for suffix, factory in loops.items():
+    for suffix, factory in loops().items():
+        name = f"omniflow link{suffix}"
         for hot_s in (0.0, HOT_S):
-            pair(small, f"omniflow link{suffix}", hot_s, factory)
-    pair(large, "omniflow link", HOT_S, None)
-    fan_in("omniflow link")
-    asyncio.run(own_cost("omniflow link"))
+            pair(small, name, hot_s, factory)
+        pair(large, name, HOT_S, factory)
+        fan_in(name, factory)
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(own_cost(name))
     sys.stdout.flush()
 
 

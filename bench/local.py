@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib.util
 import time
-from typing import Any
 
 import anyio
 
 from bench.graphs import Ask, Ping, Pong, Sink, Source, row, running
+from bench.loops import loops
 from bench.workload import Message, message, pin, tell, tell_times
 from omniflow.graph import Graph
 
@@ -146,12 +145,7 @@ async def measure(suffix: str) -> None:
 def main() -> None:
     pin(0)
     gc.disable()
-    loops: dict[str, Any] = {"": None}
-    if importlib.util.find_spec("uvloop") is not None:
-        import uvloop
-
-        loops[" (uvloop)"] = uvloop.new_event_loop
-    for suffix, factory in loops.items():
+    for suffix, factory in loops().items():
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(measure(suffix))
 

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.loops import ASYNCIO
 from bench.plot import bars
 from bench.targets import TARGETS, Target
 from bench.workload import PAYLOADS, percentile
 
-UVLOOP = "(uvloop)"
 PAGE = "docs/benchmarks.md"
 PICTURE = "docs/benchmarks.svg"
 
@@ -79,12 +79,12 @@ class Results:
         quiet = [value for value in values if value[2] < 0.25] or values
         return percentile([value[which] for value in quiet], 0.5)
 
-    def best(self, metric: str, *, most: bool, uvloop: bool) -> tuple[str, float] | None:
-        """The peer that is best at something; with uvloop only where omniflow runs on it, too."""
+    def best(self, metric: str, *, most: bool, asyncio: bool) -> tuple[str, float] | None:
+        """The peer that is best at something; on asyncio's own loop only where omniflow runs on it, too."""
         peers = [
             s
             for s in self.systems
-            if not s.startswith(("omniflow", "limit", "anatomy")) and (uvloop or UVLOOP not in s)
+            if not s.startswith(("omniflow", "limit", "anatomy")) and (asyncio or ASYNCIO not in s)
         ]
         found = [(value, peer) for peer in peers if (value := self.get(peer, metric)) is not None]
         if not found:
@@ -130,7 +130,7 @@ def targets(results: Results) -> str:
         met = "not measured"
         if ours is not None and bound is not None:
             met = "yes" if (ours >= bound if target.most else ours <= bound) else "**no**"
-        peer = results.best(target.metric, most=target.most, uvloop=UVLOOP in target.system)
+        peer = results.best(target.metric, most=target.most, asyncio=ASYNCIO in target.system)
         best, ratio = "-", "-"
         if ours is not None and peer is not None:
             best, ratio = f"{shown(peer[1], target.unit)} ({peer[0]})", f"{ours / peer[1]:.2f}x"
@@ -200,9 +200,9 @@ cancellation.
 
 Where rows are missed, this is why:
 
-- *Hot control, hot payloads*: a turn of asyncio's loop costs {turn}, and a hop needs two, one to notice and one to run
-  who waited. uvloop's cost less: see its rows. Ray's compiled graph keeps a core busy for each reader, idle or not;
-  omniflow's window closes after 200 µs without traffic.
+- *Hot control, hot payloads*: a hop needs two turns of the loop, one to notice and one to run who waited, of {turn}
+  each on asyncio. Ray's compiled graph keeps a core busy for each reader, idle or not; omniflow's window closes after
+  200 µs without traffic.
 - *Control rate*, *fan-in*: pyzmq batches in C++ threads of its own; here a message is {rate} of Python in one thread.
 - *Mailbox*: asyncio.Queue itself needs {queue} a hop, so that it is {anyio} quicker than AnyIO and {xoscar} quicker
   than xoscar. Beyond a queue, a hop of ours checks order, type, bound and credits.

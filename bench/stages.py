@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 from bench.graphs import Ask, Ping, Pong, Receiver, Shipper, Step, one_way, row, running, there_and_back
+from bench.loops import ASYNCIO, loaned, loops
 from bench.workload import (
     NUM_IDLE,
     NUM_SENT,
@@ -54,33 +54,39 @@ async def messages(name: str, **config: Any) -> None:
         tell(name, "rate", count / (got["ended"] - got["began"]) * 1e9)
 
 
-async def payloads(name: str) -> None:
-    async with running(there_and_back(Shipper, Receiver, "received"), processes=True, shm_bytes=SHM_BYTES) as runtime:
+async def payloads(name: str, **config: Any) -> None:
+    graph = there_and_back(Shipper, Receiver, "received")
+    async with running(graph, processes=True, shm_bytes=SHM_BYTES, **config) as runtime:
         for size, num_bytes in PAYLOADS.items():
-            for loaned in (False, True):
-                count = (max(40, REPEATS[size]) if loaned else REPEATS[size]) + 1
-                system = f"{name}, loaned" if loaned else name
-                tell_payload(system, size, await ask(runtime, count, 0.0, num_bytes, loaned))
+            for in_place in (False, True):
+                count = (max(40, REPEATS[size]) if in_place else REPEATS[size]) + 1
+                system = loaned(name) if in_place else name
+                tell_payload(system, size, await ask(runtime, count, 0.0, num_bytes, in_place))
                 if count > 50:
-                    tell_payload(system, f"{size} idle", await ask(runtime, 60, PAUSE_S, num_bytes, loaned))
+                    tell_payload(system, f"{size} idle", await ask(runtime, 60, PAUSE_S, num_bytes, in_place))
 
 
-async def start(name: str) -> None:
+async def start(name: str, **config: Any) -> None:
     """Eight stages, each in a process of its own: from nothing until the first request is answered."""
     for metric in ("start of 8", "start of 8, again"):
         began = time.monotonic()
-        async with running(row(8, Step, isolate=True), processes=True) as runtime:
+        async with running(row(8, Step, isolate=True), processes=True, **config) as runtime:
             await (await runtime.submit("note", message())).collect()
             tell(name, metric, (time.monotonic() - began) * 1e6)
 
 
-async def main() -> None:
-    await start("omniflow")
-    await messages("omniflow")
-    if importlib.util.find_spec("uvloop") is not None:
-        await messages("omniflow (uvloop)", uvloop=True)
-    await payloads("omniflow")
+async def measure(name: str, *, first: bool, **config: Any) -> None:
+    if first:  # later the fork server is up already
+        await start(name, **config)
+    await messages(name, **config)
+    await payloads(name, **config)
+
+
+def main() -> None:
+    for number, (suffix, factory) in enumerate(loops().items()):
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(measure(f"omniflow{suffix}", first=number == 0, uvloop=suffix != ASYNCIO))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

@@ -24,7 +24,7 @@ class Target(NamedTuple):
 
 
 GRAPH = "ray compiled graph"
-STAGES, LINK, LOANED, UVLOOP = "omniflow", "omniflow link", "omniflow, loaned", "omniflow (uvloop)"
+STAGES, LINK, LOANED, ASYNCIO = "omniflow", "omniflow link", "omniflow, loaned", "omniflow (asyncio)"
 HOT, IDLE, HOP = "round trip hot", "round trip idle", "hop in a process"
 K64, M1, M16, M64 = "payload 64 KB", "payload 1 MB", "payload 16 MB", "payload 64 MB"
 SPIN = "round trip spinning"
@@ -37,14 +37,12 @@ TARGETS = (
     Target("mailbox rate", STAGES, "rate in a process", "0.7 M/s", (0.7e6,), "/s", True),
     Target("mailbox rate", STAGES, "rate in a process", "1x asyncio.Queue", (("asyncio.Queue", 1.0),), "/s", True),
     Target("control, idle", STAGES, IDLE, "1.2x pyzmq", (("pyzmq", 1.2),), limit=IDLE),
-    Target("control, hot", STAGES, HOT, "60 µs", (60,), limit=SPIN),
+    Target("control, hot", STAGES, HOT, "40 µs", (40,), limit=SPIN),
     Target("control, hot", STAGES, HOT, "0.35x pyzmq", (("pyzmq", 0.35),), limit=SPIN),
     Target("control, hot", STAGES, HOT, "0.5x compiled graph", ((GRAPH, 0.5),), limit=SPIN),
     Target("control, hot", STAGES, HOT, "0.1x dora, xoscar", (("dora", 0.1), ("xoscar", 0.1)), limit=SPIN),
     Target("control, hot", STAGES, HOT, "0.05x Ray actor", (("ray actor", 0.05),), limit=SPIN),
-    Target("control, hot, uvloop", UVLOOP, HOT, "40 µs", (40,), limit=SPIN),
-    Target("control, hot, uvloop", UVLOOP, HOT, "0.5x compiled graph", ((GRAPH, 0.5),), limit=SPIN),
-    Target("control, hot, uvloop", UVLOOP, HOT, "0.1x dora, xoscar", (("dora", 0.1), ("xoscar", 0.1)), limit=SPIN),
+    Target("control, hot, asyncio", ASYNCIO, HOT, "60 µs", (60,), limit=SPIN),
     Target("control rate", LINK, "rate", "150 k/s", (150e3,), "/s", True),
     Target("control rate", LINK, "rate", "1x pyzmq", (("pyzmq", 1.0),), "/s", True),
     Target("fan-in of 3", LINK, "fan-in", "180 k/s", (180e3,), "/s", True),

@@ -65,8 +65,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 200
     uvloop: Annotated[
-        bool, Meta(description="run the event loops of host processes on uvloop, which must be installed")
-    ] = False
+        bool | None, Meta(description="run event loops on uvloop: true, false, or (null) where it is installed")
+    ] = None
 
 
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import os
 import signal
@@ -11,6 +12,8 @@ import sys
 
 import anyio
 
+from omniflow.config import RuntimeConfig
+from omniflow.errors import StartError
 from omniflow.host import Host, HostSpec
 from omniflow.messages import Beat
 from omniflow.planner.plan import FRONT
@@ -25,6 +28,14 @@ _GC_OBJECTS = 50_000
 third more, because it looks at each of them again and again."""
 EXIT_BROKEN = 3
 """Exit code of a host whose stage failed in setup or broke for good."""
+
+
+def runs_on_uvloop(config: RuntimeConfig) -> bool:
+    """Whether event loops are uvloop's. Raises StartError where they must be and it is not installed."""
+    installed = importlib.util.find_spec("uvloop") is not None
+    if config.uvloop and not installed:
+        raise StartError("runtime.uvloop is true, but uvloop is not installed: pip install uvloop")
+    return installed if config.uvloop is None else config.uvloop
 
 
 def host_main(spec: HostSpec, connection: socket.socket, parent: int, log_level: int) -> None:

@@ -29,7 +29,7 @@ from omniflow.messages import Beat, Connect, HostFailed, HostReady, Message, Shu
 from omniflow.observer import Observe
 from omniflow.planner.plan import FRONT, Plan, PlannedHost
 from omniflow.prctl import PARENT
-from omniflow.process import host_main
+from omniflow.process import host_main, runs_on_uvloop
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 from omniflow.transport.base import Link, Receiver
 
@@ -123,8 +123,7 @@ class Supervisor:
 
     async def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Start all hosts, in parallel; they report by `SupervisorEvents`."""
-        if self._config.uvloop and not _importable("uvloop"):
-            raise StartError("runtime.uvloop is set, but uvloop is not installed: pip install uvloop")
+        self._uvloop = runs_on_uvloop(self._config)
         self._tasks = tasks
         if any(child.host.start_method == "forkserver" for child in self.children.values()):
             _start_forkserver(self._preload())
@@ -139,7 +138,7 @@ class Supervisor:
         stages = [self._plan.graph.stage(name) for host in hosts for name in host.stages]
         modules = sorted({stage.actor.__module__ for stage in stages} - {"__main__"})
         modules += sorted({module for stage in stages for module in stage.actor.preload})
-        modules += ["uvloop"] if self._config.uvloop else []
+        modules += ["uvloop"] if self._uvloop else []
         return ["omniflow.forkserver_start", "omniflow.process", *(m for m in modules if _importable(m))]
 
     async def _launch(self, child: Child, delay_s: float) -> None:
@@ -192,7 +191,7 @@ class Supervisor:
             beat_s=min(config.hang_s, config.step_s, 10 * _BEAT_S) / 10,
             observe=self._observe,
             hot_window_s=hot_window_s(self._plan, config),
-            uvloop=config.uvloop,
+            uvloop=self._uvloop,
         )
         parent = os.getpid() if host.start_method == "spawn" else 0
         arguments = (spec, connection, parent, log.getEffectiveLevel())

@@ -12,10 +12,11 @@ from omniflow.errors import StartError
 from omniflow.graph import Graph
 from omniflow.host import hot_window_s
 from omniflow.planner import Cluster, plan
+from omniflow.process import runs_on_uvloop
 
 from .graphs import row
 from .graphs.row import Job
-from .running import CPU, running, unstarted
+from .running import CPU, running
 
 pytestmark = pytest.mark.anyio
 
@@ -52,16 +53,16 @@ def which_loop() -> Graph:
     return graph
 
 
-@pytest.mark.parametrize("uvloop", [False, True])
-async def test_hosts_run_on_uvloop_where_it_is_asked_for(uvloop: bool) -> None:
+@pytest.mark.parametrize(("uvloop", "module"), [(False, "asyncio"), (True, "uvloop"), (None, "uvloop")])
+async def test_hosts_run_on_uvloop_where_it_is_installed(uvloop: bool | None, module: str) -> None:
     pytest.importorskip("uvloop")
     async with running(which_loop(), CPU, uvloop=uvloop) as runtime:
         loop = (await (await runtime.submit("job", Job())).collect())["loop"]
-    assert loop.startswith("uvloop" if uvloop else "asyncio")
+    assert loop.startswith(module)
 
 
 async def test_uvloop_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omniflow.supervisor._importable", lambda module: module != "uvloop")
-    with pytest.raises(StartError, match="runtime.uvloop is set, but uvloop is not installed: pip install uvloop"):
-        async with unstarted(which_loop(), CPU, uvloop=True):
-            pass
+    monkeypatch.setattr("omniflow.process.importlib.util.find_spec", lambda module: None)
+    with pytest.raises(StartError, match="runtime.uvloop is true, but uvloop is not installed: pip install uvloop"):
+        runs_on_uvloop(RuntimeConfig(uvloop=True))
+    assert not runs_on_uvloop(RuntimeConfig())

@@ -25,6 +25,7 @@ from omniflow.config import configure, set_layer
 from omniflow.errors import ConfigError, OmniflowError, StartError
 from omniflow.planner import Cluster, cluster_named
 from omniflow.planner import plan as make_plan
+from omniflow.process import runs_on_uvloop
 from omniflow.topology import reachable_outputs
 from omniflow.visualize import draw_graph, draw_plan
 from omniflow.weights import fetch
@@ -129,7 +130,15 @@ def run(
             console.print(Text(note, style="yellow"), soft_wrap=True)
         console.print()
         fetch(need.weights for need in needs_of(chosen.spec))
-        anyio.run(serving.serve_graph, plan, chosen.configured.runtime, chosen.configured.server, console, recorder)
+        anyio.run(
+            serving.serve_graph,
+            plan,
+            chosen.configured.runtime,
+            chosen.configured.server,
+            console,
+            recorder,
+            backend_options={"use_uvloop": runs_on_uvloop(chosen.configured.runtime)},
+        )
 
 
 @app.command()
