@@ -205,7 +205,7 @@ class _Row:
         """Inputs [n, hidden]."""
         self.computed = self.num_steps = 0
         device, num_codes = self.pending.device, model.head.num_codes
-        self.knobs = _knobs(request, num_codes, device)
+        self.knobs = knobs_of(request, num_codes, device)
         seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         self.noise = torch.from_numpy(frame_noise(seed, 0, request.sampling.max_tokens, num_codes)).to(device)
         self.state = torch.zeros(STATE_SIZE, dtype=torch.int64, device=device)
@@ -302,7 +302,7 @@ def _check_rows(request_id: str, rows: torch.Tensor, model: FrameModel) -> None:
         )
 
 
-def _knobs(request: EngineRequest, num_codes: int, device: torch.device) -> Knobs:
+def knobs_of(request: EngineRequest, num_codes: int, device: torch.device) -> Knobs:
     """One knob [num_codes] of a kind."""
     first, later = request.sampling, request.later_codes or request.sampling
     each = [first, *[later] * (num_codes - 1)]
