@@ -20,6 +20,7 @@ from omniflow.server.call import Endpoint
 from omniflow.server.chat import create_chat_completion
 from omniflow.server.exchange import Exchanges
 from omniflow.server.keys import OPEN_PATHS, KeyCheck, Keys
+from omniflow.server.openapi import openapi
 from omniflow.server.service import Service
 from omniflow.server.speech import create_speech
 from omniflow.server.transcripts import Transcripts
@@ -54,6 +55,7 @@ def build_app(
             Route("/ready", partial(health.ready, service)),
             Route("/health", partial(health.health, service)),
             Route("/metrics", partial(health.metrics, metrics)),
+            Route("/openapi.json", partial(openapi, service)),
         ],
         exception_handlers={
             RequestError: failures.on_request_error,

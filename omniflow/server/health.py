@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from omniflow.runtime import RuntimeStatus
 
 
+class Liveness(Struct, frozen=True):
+    """What the runtime does."""
+
+    status: str
+
+
 class StageReadiness(Struct, frozen=True):
     """One stage: requests that need it, calls of its `run` under way, and what waits for it."""
 
@@ -65,7 +71,7 @@ class Health(Struct, frozen=True):
 async def live(service: Service, request: Request) -> Response:
     """Alive unless the graph has failed for good."""
     state = service.runtime.status().state
-    return _json({"status": state}, 503 if state == "failed" else 200)
+    return _json(Liveness(state), 503 if state == "failed" else 200)
 
 
 async def ready(service: Service, request: Request) -> Response:

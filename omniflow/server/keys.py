@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from omniflow.server.exchange import exchange_of
 from omniflow.server.failures import AuthenticationError, error_response
 
-OPEN_PATHS = frozenset({"/live", "/ready", "/health"})
-"""What orchestrators ask: never under a key."""
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/openapi.json"})
+"""What orchestrators ask, and what tells how to ask: never under a key."""
 _SUBPROTOCOL = "openai-insecure-api-key."
 
 
