@@ -31,6 +31,7 @@ from omniflow.errors import (
 )
 
 Decode = Callable[[list[int]], str]
+Finish = Literal["stop", "length", "abort"]
 
 
 class _Running:
@@ -89,12 +90,12 @@ class SGLangEngine:
         """Request ids by SGLang's names."""
         self._open: dict[str, _Open] = {}
         self._aborted: list[str] = []
-        self._names = (f"{number:016x}" for number in itertools.count())
+        self._names = itertools.count()
 
     def start(self, request: EngineRequest) -> None:
         """Queue `request`. Raises ContextLengthError if it can never fit, OverloadedError if the queue is full."""
         self._check(request)
-        if len(self._scheduler.waiting_queue) + len(self._open) >= self._max_waiting:
+        if self._num_waiting() >= self._max_waiting:
             raise OverloadedError(
                 f"{self._max_waiting} generations are waiting already", request_id=request.id, retry_after_s=1.0
             )
@@ -110,7 +111,7 @@ class SGLangEngine:
         """
         waiting = self._open.get(request_id)
         if waiting is None:
-            if request_id in self._running:
+            if self._is_known(request_id):
                 raise ProtocolError(f"request {request_id} is not open for more input", request_id=request_id)
             return
         self._check_rows(request_id, rows)
@@ -145,11 +146,9 @@ class SGLangEngine:
 
     def stats(self) -> EngineStats:
         """Counts for metrics and admission; tokens that only the prefix cache holds count as free."""
-        scheduler = self._scheduler
-        waiting = len(scheduler.waiting_queue)
-        return EngineStats(
-            len(self._running) - waiting, waiting + len(self._open), scheduler.kv_tokens_used(), scheduler.kv_tokens()
-        )
+        queued, scheduler = len(self._scheduler.waiting_queue), self._scheduler
+        running = len(self._running) - queued
+        return EngineStats(running, self._num_waiting(), scheduler.kv_tokens_used(), scheduler.kv_tokens())
 
     def close(self) -> None:
         """Drop all requests and the model."""
@@ -158,8 +157,14 @@ class SGLangEngine:
         del self._scheduler
         close()
 
+    def _num_waiting(self) -> int:
+        return len(self._scheduler.waiting_queue) + len(self._open)
+
+    def _is_known(self, request_id: str) -> bool:
+        return request_id in self._running or request_id in self._open
+
     def _submit(self, request: EngineRequest) -> None:
-        running = _Running(request, next(self._names))
+        running = _Running(request, f"{next(self._names):016x}")
         submit(
             self._scheduler,
             running.rid,
@@ -203,9 +208,7 @@ class SGLangEngine:
             return []
         return [EngineOutput(request_id, tuple(ids), reason, tuple(progress.logprobs[: len(ids)]))]
 
-    def _new_ids(
-        self, running: _Running, progress: Progress
-    ) -> tuple[list[int], Literal["stop", "length", "abort"] | None]:
+    def _new_ids(self, running: _Running, progress: Progress) -> tuple[list[int], Finish | None]:
         """The tokens that count of those that were drawn, and the finish reason where they end the request."""
         ids: list[int] = []
         for token in progress.ids:
@@ -217,7 +220,7 @@ class SGLangEngine:
                 return ids, "stop"
         if progress.finish is None:
             return ids, None
-        return ids, "abort" if progress.finish["type"] == "abort" else "length"
+        return ids, finish_reason(progress.finish)
 
     def _forget(self, running: _Running) -> None:
         del self._running[running.request.id]
@@ -233,7 +236,7 @@ class SGLangEngine:
         return any(stop in text for stop in stops)
 
     def _check(self, request: EngineRequest) -> None:
-        if request.id in self._running or request.id in self._open:
+        if self._is_known(request.id):
             raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
         if not request.ids and not request.open:
             raise InvalidInputError("the prompt is empty: it needs at least 1 token", request_id=request.id)
@@ -284,6 +287,11 @@ def _content(request: EngineRequest) -> str | None:
     return content.hexdigest()
 
 
+def finish_reason(finish: dict[str, Any]) -> Finish:
+    """SGLang's reason in our words; that a request met one of its stop tokens is seen from its tokens."""
+    return "abort" if finish["type"] == "abort" else "length"
+
+
 def load_engine(
     folder: Path,
     *,
@@ -304,18 +312,14 @@ def load_engine(
     and in any batch; GPU only. `more` are settings of SGLang's `ServerArgs`.
     """
     torch.set_num_threads(threads)
-    if torch.distributed.is_initialized():
-        raise StartError("SGLang allows one engine in a process, and this process has one; isolate the stage")
-    settings = _settings(device, max_running, kv_tokens, deterministic) | {"dtype": dtype, "model_path": str(folder)}
-    scheduler = build(settings | more)
-    if scheduler.kv_tokens() < kv_tokens:
-        raise StartError(
-            f"the GPU has room for {scheduler.kv_tokens()} KV tokens, and kv_tokens asks for {kv_tokens}; lower it"
-        )
+    settings = server_settings(device, max_running, kv_tokens, deterministic)
+    settings |= {"dtype": dtype, "model_path": str(folder)}
+    scheduler = build(SteppedScheduler, settings | more)
     return SGLangEngine(scheduler, decode=decode, max_waiting=max_waiting, deterministic=deterministic)
 
 
-def _settings(device: str, max_running: int, kv_tokens: int, deterministic: bool) -> dict[str, Any]:
+def server_settings(device: str, max_running: int, kv_tokens: int, deterministic: bool) -> dict[str, Any]:
+    """What every engine here tells SGLang, by the names of its `ServerArgs`."""
     settings: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "grammar_backend": "none",

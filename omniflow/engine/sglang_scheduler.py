@@ -1,8 +1,8 @@
 """All that omniflow knows of SGLang's insides: its scheduler, held in this process and stepped by its owner.
 
 No socket and no child process: what SGLang would send is put into a list (`Outbox`). What differs between the
-`VERSIONS` is in `_construct`. SGLang's settings and process groups are global to a process, so there is one scheduler in
-a process, for the life of it.
+`VERSIONS` is in `_construct`. SGLang's settings and process groups are global to a process, so there is one scheduler
+in a process, for the life of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from array import array
 from collections import deque
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,6 +28,9 @@ from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from omniflow.errors import StartError
+from omniflow.media import TokenLogprob
+
 VERSIONS = ("0.5.17", "0.5.23")
 """Of SGLang, run with this code: the oldest and the newest."""
 _RANKS_IN_CONTEXT = (0, 5, 18)
@@ -35,14 +38,14 @@ _RANKS_IN_CONTEXT = (0, 5, 18)
 
 
 class Progress(NamedTuple):
-    """What a batch gave one request: its new tokens, why it ended (None: it goes on), and its place in the batch."""
+    """What a batch gave one request: its new tokens, and why it ended (None: it goes on)."""
 
     rid: str
     ids: list[int]
     finish: dict[str, Any] | None
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]
-    place: int
+    logprobs: list[TokenLogprob]
+    frames: torch.Tensor | None = None
+    """int64 [1, num_codes], where the model makes frames."""
 
 
 class Outbox:
@@ -50,6 +53,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self.progress: list[Progress] = []
+        self.frames: torch.Tensor | None = None
+        """Those of the batch whose results come next, int64 [batch, num_codes]."""
 
     def stream_output(self, reqs: list[Any], return_logprob: bool, skip_req: Any = None) -> None:
         """Called by SGLang with the requests of a batch whose results are in. `skip_req` still reads its prompt."""
@@ -61,21 +66,24 @@ class Outbox:
             ids = req.output_ids if req.finished_len is None else req.output_ids[: req.finished_len]
             start, req.send_token_offset = req.send_token_offset, len(ids)
             finish = req.finished_reason.to_json() if req.finished_reason else None
-            logprobs, top = _logprobs(req, start, len(ids)) if req.return_logprob else ([], [])
-            self.progress.append(Progress(req.rid, list(ids[start:]), finish, logprobs, top, place))
+            logprobs = _logprobs(req, start, len(ids)) if req.return_logprob else []
+            frames = None if self.frames is None else self.frames[place : place + 1]
+            self.progress.append(Progress(req.rid, list(ids[start:]), finish, logprobs, frames))
 
     def send_output(self, output: object, recv_obj: Any = None) -> None:
         """Called by SGLang for a request that it drops before it ran."""
         if isinstance(output, AbortReq):
-            self.progress.append(Progress(output.rid, [], output.finished_reason or {"type": "abort"}, [], [], 0))
+            self.progress.append(Progress(output.rid, [], output.finished_reason or {"type": "abort"}, []))
 
 
-def _logprobs(req: Any, start: int, end: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
-    found = req.logprob
-    top = zip(found.output_top_logprobs_idx[start:end], found.output_top_logprobs_val[start:end], strict=True)
-    return list(found.output_token_logprobs_val[start:end]), [
-        list(zip(ids, values, strict=True)) for ids, values in top
-    ]
+def _logprobs(req: Any, start: int, end: int) -> list[TokenLogprob]:
+    found, span = req.logprob, slice(start, end)
+    ids, values = found.output_token_logprobs_idx[span], found.output_token_logprobs_val[span]
+    if not req.logprob.top_logprobs_num:
+        return [TokenLogprob(*each) for each in zip(ids, values, strict=True)]
+    top = zip(found.output_top_logprobs_idx[span], found.output_top_logprobs_val[span], strict=True)
+    likeliest = (tuple(zip(*each, strict=True)) for each in top)
+    return [TokenLogprob(*each) for each in zip(ids, values, likeliest, strict=True)]
 
 
 class SteppedScheduler(Scheduler):  # type: ignore[misc]
@@ -157,6 +165,9 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         self.launch_batch_sample_if_needed(result, batch)
 
 
+S = TypeVar("S", bound=SteppedScheduler)
+
+
 class Way(NamedTuple):
     """How SGLang draws the tokens of one request, in its own words."""
 
@@ -171,10 +182,18 @@ class Way(NamedTuple):
     sampling_seed: int | None
 
 
-def build(settings: dict[str, Any]) -> SteppedScheduler:
-    """A scheduler with `settings`, by the names of SGLang's `ServerArgs`; call it in the thread that will step it."""
-    scheduler = _construct(ServerArgs(**settings))
+def build(kind: type[S], settings: dict[str, Any]) -> S:
+    """A scheduler with `settings`, by the names of SGLang's `ServerArgs`; call it in the thread that will step it.
+
+    Raises StartError where this process has one already, or the device has no room for `max_total_tokens`.
+    """
+    if torch.distributed.is_initialized():
+        raise StartError("SGLang allows one engine in a process, and this process has one; isolate the stage")
+    scheduler = _construct(kind, ServerArgs(**settings))
     scheduler.begin()
+    wanted = settings["max_total_tokens"]
+    if scheduler.kv_tokens() < wanted:
+        raise StartError(f"the device has room for {scheduler.kv_tokens()} KV tokens; lower kv_tokens={wanted}")
     return scheduler
 
 
@@ -225,19 +244,19 @@ def close() -> None:
         torch.distributed.destroy_process_group()
 
 
-def _construct(server_args: ServerArgs) -> SteppedScheduler:
+def _construct(kind: type[S], server_args: ServerArgs) -> S:
     gpu: int = server_args.base_gpu_id
     if _version() < _RANKS_IN_CONTEXT:
         ports = PortArgs.init_new(server_args)
         publish(server_args, role="scheduler")
         ranks = {"tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None}
-        return SteppedScheduler(server_args, ports, gpu_id=gpu, **ranks)
+        return kind(server_args, ports, gpu_id=gpu, **ranks)
     from sglang.srt.runtime_context import SpawnRanks
 
     server_args.resolve_once()
     ports = PortArgs.init_new(server_args)
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=gpu))
-    return SteppedScheduler(server_args, ports)
+    return kind(server_args, ports)
 
 
 def _version() -> tuple[int, ...]:

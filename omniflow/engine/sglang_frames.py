@@ -1,0 +1,247 @@
+"""Frame models on SGLang: backbone step, frame head and feedback under one CUDA graph; codes stay on the GPU.
+
+The counterpart of `engine/frames.py`, with the same heads and the same noise: where the arithmetic is the same, so are
+the codes.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from sglang.srt.models.registry import ModelRegistry
+
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
+from omniflow.engine.decoder import DecoderLayer, DecoderShape
+from omniflow.engine.frames import FrameModel, knobs_of
+from omniflow.engine.heads import FrameHead, Knobs, frame_noise
+from omniflow.engine.sglang import Finish, SGLangEngine, finish_reason, server_settings
+from omniflow.engine.sglang_models.frame_model import SETUP, STOP, FrameSetup, OmniflowFrameModel
+from omniflow.engine.sglang_scheduler import Progress, SteppedScheduler, Way, build
+
+MAX_STEPS = 4096
+"""Of one request. Its noise for all of them lies on the GPU: 256 KiB of 16 codes."""
+OVERSHOOT = 2
+"""KV slots that a request can hold beyond its last step: a batch is launched before the one before it is looked at."""
+
+
+class Entrance(NamedTuple):
+    """What the model must know of a request once it has a row."""
+
+    noise: torch.Tensor
+    knobs: Knobs
+
+
+class FrameScheduler(SteppedScheduler):
+    """A scheduler whose model makes frames; a progress carries those of its step."""
+
+    entrances: dict[str, Entrance]
+
+    @property
+    def model(self) -> OmniflowFrameModel:
+        """The model that it runs."""
+        model: OmniflowFrameModel = self.tp_worker.model_runner.model
+        return model
+
+    def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """As SGLang's, then takes the codes of the batch before the next one overwrites them."""
+        if batch.forward_mode.is_extend():
+            for req in batch.reqs:
+                self.model.enter(req.req_pool_idx, *self.entrances[req.rid])
+        result = super().run_batch(batch, *args, **kwargs)
+        if not self.enable_overlap:
+            result.frames = self.model.codes[batch.req_pool_indices]
+            return result
+        with self.forward_stream_ctx:
+            result.frames = self.model.codes[batch.req_pool_indices]
+            result.frames_taken = self.forward_stream.record_event()
+        return result
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        """As SGLang's; what it hands out has frames."""
+        if self.enable_overlap:
+            result.frames_taken.synchronize()
+            # Whoever reads them does so in the default stream: their memory is not used again before it has.
+            result.frames.record_stream(torch.cuda.default_stream(result.frames.device))
+        self.outbox.frames = result.frames
+        super().process_batch_result(batch, result)
+
+
+class SGLangFrameEngine(SGLangEngine):
+    """`Engine` whose outputs have `frames` int64 [1, num_codes], on its device; see `engine/frames.py` for requests.
+
+    Requests are admitted by what they may come to hold: SGLang would otherwise take one's KV cache away and read it
+    anew as tokens, which frames are not. `deterministic` makes the codes of a seed the same in any batch, in low
+    precision too.
+    """
+
+    _scheduler: FrameScheduler
+
+    def __init__(
+        self, scheduler: FrameScheduler, *, max_running: int, max_waiting: int = 64, max_steps: int = MAX_STEPS
+    ) -> None:
+        super().__init__(scheduler, max_waiting=max_waiting, deterministic=True)
+        scheduler.entrances = {}
+        self._max_running = max_running
+        self._max_steps = max_steps
+        self._num_codes = scheduler.model.head.num_codes
+        self._queue: deque[EngineRequest] = deque()
+
+    def step(self) -> list[EngineOutput]:
+        """Run one batch. On a GPU it returns what the batch before it gave."""
+        while self._can_admit():
+            request = self._queue.popleft()
+            super()._submit(request)
+            self._scheduler.entrances[self._running[request.id].rid] = self._entrance(request)
+        return super().step()
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request at the next step; unknown ids are ignored."""
+        queued = next((request for request in self._queue if request.id == request_id), None)
+        if queued is None:
+            super().abort(request_id)
+        else:
+            self._queue.remove(queued)
+            self._aborted.append(request_id)
+
+    def has_work(self) -> bool:
+        """True while `step` would do something; an open request that waits for input is no work."""
+        return super().has_work() or self._can_admit()
+
+    def stats(self) -> EngineStats:
+        """Counts for metrics and admission; KV tokens are those that running requests may come to hold."""
+        waiting = len(self._queue) + len(self._open)
+        return EngineStats(len(self._running), waiting, self._reserved(), self._scheduler.kv_tokens())
+
+    def close(self) -> None:
+        """Drop all requests and the model."""
+        self._queue.clear()
+        super().close()
+
+    @property
+    def model(self) -> OmniflowFrameModel:
+        """The model that SGLang runs."""
+        return self._scheduler.model
+
+    def _num_waiting(self) -> int:
+        return len(self._queue) + len(self._open)
+
+    def _is_known(self, request_id: str) -> bool:
+        return super()._is_known(request_id) or any(request.id == request_id for request in self._queue)
+
+    def _submit(self, request: EngineRequest) -> None:
+        self._queue.append(request)
+
+    def _reserved(self) -> int:
+        return sum(self._capacity(running.request) for running in self._running.values())
+
+    def _capacity(self, request: EngineRequest) -> int:
+        return min(len(request.ids) + self._steps(request), self._limit + 1) + OVERSHOOT
+
+    def _steps(self, request: EngineRequest) -> int:
+        return min(request.sampling.max_tokens, self._max_steps)
+
+    def _can_admit(self) -> bool:
+        return (
+            bool(self._queue)
+            and len(self._running) < self._max_running
+            and self._reserved() + self._capacity(self._queue[0]) <= self._scheduler.kv_tokens()
+        )
+
+    def _entrance(self, request: EngineRequest) -> Entrance:
+        seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+        noise = torch.from_numpy(frame_noise(seed, 0, self._steps(request), self._num_codes))
+        return Entrance(noise, knobs_of(request, self._num_codes, torch.device("cpu")))
+
+    def _way(self, request: EngineRequest) -> Way:
+        """The head draws; what SGLang draws of its two tokens is the likelier one."""
+        return Way(self._steps(request), 0.0, 1.0, -1, {STOP}, 0.0, 0.0, None, None)
+
+    def _output(self, progress: Progress) -> list[EngineOutput]:
+        request_id = self._ids.get(progress.rid)
+        if request_id is None:
+            return []
+        running = self._running[request_id]
+        stopped = STOP in progress.ids
+        reason: Finish | None = "stop" if stopped else None
+        if progress.finish is not None:
+            reason = reason or finish_reason(progress.finish)
+            self._forget(running)
+            del self._scheduler.entrances[progress.rid]
+        frames = None if stopped or not progress.ids else progress.frames
+        return [EngineOutput(request_id, (), reason, (), frames)]
+
+
+def load_frame_engine(model: FrameModel, **settings: Any) -> SGLangFrameEngine:
+    """An engine on a frame model whose weights are at hand; `settings` are those of `build_frame_engine`."""
+    engine = build_frame_engine(_config(model.shape, model.embedding.num_embeddings), model.head, **settings)
+    for name, value in _weights(model):
+        engine.model.load(f"model.{name}", value)
+    engine.model.head.load_state_dict(model.head.state_dict())
+    return engine
+
+
+def build_frame_engine(
+    config: Mapping[str, Any],
+    head: FrameHead,
+    *,
+    device: str = "gpu",
+    dtype: str = "float32",
+    threads: int = 1,
+    max_running: int = 8,
+    max_waiting: int = 64,
+    kv_tokens: int = 16384,
+    max_steps: int = MAX_STEPS,
+    deterministic: bool = False,
+    **more: Any,
+) -> SGLangFrameEngine:
+    """An engine on a backbone of `config` (as in a checkpoint's config.json) and `head`, with small random weights.
+
+    `kv_tokens` bounds what all running requests may come to hold together; `more` are settings of SGLang's
+    `ServerArgs`.
+    """
+    torch.set_num_threads(threads)
+    ModelRegistry.register("omniflow.engine.sglang_models")
+    settings = server_settings(device, max_running, kv_tokens, deterministic)
+    settings |= {"dtype": dtype, "load_format": "dummy", "disable_radix_cache": True}
+    token = SETUP.set(FrameSetup(head, max_running + 1, max_steps))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(dict(config) | {"architectures": ["OmniflowFrameModel"]}))
+            scheduler = build(FrameScheduler, settings | {"model_path": folder} | more)
+    finally:
+        SETUP.reset(token)
+    return SGLangFrameEngine(scheduler, max_running=max_running, max_waiting=max_waiting, max_steps=max_steps)
+
+
+def _config(shape: DecoderShape, vocab_size: int) -> dict[str, Any]:
+    return msgspec.structs.asdict(shape) | {
+        "model_type": "qwen3",
+        "vocab_size": vocab_size,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+    }
+
+
+def _weights(model: FrameModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The backbone's weights, by the names of SGLang's Qwen3."""
+    yield "embed_tokens.weight", model.embedding.weight
+    yield "norm.weight", model.decoder.norm.weight
+    for number, layer in enumerate(model.decoder.layers):
+        assert isinstance(layer, DecoderLayer)
+        prefix = f"layers.{number}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}{name}.weight", layer.get_parameter(f"{name}.weight")
+        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+            yield f"{prefix}{name}.weight", layer.get_parameter(f"{name.partition('.')[2]}.weight")
+        yield f"{prefix}self_attn.q_norm.weight", layer.qk_norm[0]
+        yield f"{prefix}self_attn.k_norm.weight", layer.qk_norm[-1]

@@ -1,0 +1,1 @@
+"""Models that SGLang runs for omniflow: registered as a package of its `ModelRegistry`."""
