@@ -90,6 +90,9 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...], Meta(description="addresses whose `x-forwarded-for` and `-proto` are believed; `*`: all")
     ] = ("127.0.0.1", "::1")
     max_body_bytes: Annotated[int, Meta(ge=1024, description="larger request bodies get a 413")] = 64 * 2**20
+    remote_media: Annotated[
+        bool, Meta(description="fetch media that a chat names by http(s) URL, from public addresses only")
+    ] = False
     max_header_bytes: Annotated[int, Meta(ge=1024, description="a longer head of a request gets a 431")] = 2**16
     header_s: Annotated[float, Meta(gt=0, description="time for the head of a request to come")] = 20.0
     body_s: Annotated[
@@ -101,6 +104,24 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep_alive_s: Annotated[
         float, Meta(gt=0, description="an idle connection is closed after; longer than clients and proxies keep theirs")
     ] = 75.0
+    realtime_sessions: Annotated[
+        int, Meta(ge=1, description="realtime sessions at once; more are told to try later")
+    ] = 64
+    realtime_session_s: Annotated[
+        float, Meta(gt=0, description="the longest that a realtime session lasts; its client may connect again")
+    ] = 3600.0
+    realtime_idle_s: Annotated[
+        float, Meta(gt=0, description="a realtime session in which nothing happens for so long is closed")
+    ] = 600.0
+    realtime_message_bytes: Annotated[
+        int, Meta(ge=2**16, description="a larger message of a realtime client closes its session")
+    ] = 2**24
+    realtime_buffer_s: Annotated[
+        float, Meta(gt=0, description="sound in the input buffer of a realtime session, in seconds: one turn")
+    ] = 120.0
+    realtime_items: Annotated[
+        int, Meta(ge=2, description="items in the conversation of a realtime session; the oldest go")
+    ] = 1000
     access_log: Annotated[bool, Meta(description="log each request and WebSocket session, but no probes")] = True
     log_format: Annotated[Literal["text", "json"], Meta(description="of the log on stderr")] = "text"
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -108,6 +108,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "omniflow_requests", "Requests that have ended.", ["endpoint", "outcome"], registry=self.registry
+        )
+        self.realtime_sessions = Gauge(
+            "omniflow_realtime_sessions", "Realtime sessions that are open.", registry=self.registry
         )
         self._duration = self._histogram("omniflow_request_seconds", "Whole requests.", _DURATION_BUCKETS_S)
         self._ttft = self._histogram("omniflow_ttft_seconds", "Time to the first text.", _LATENCY_BUCKETS_S)
