@@ -7,7 +7,9 @@ from typing import TypeVar
 
 import anyio
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import Message, Receive
 
 from omniflow.config import ServerConfig
 from omniflow.errors import InvalidInputError
@@ -22,28 +24,46 @@ _AT_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]*)`")
 
 
-async def read_body(request: Request, config: ServerConfig) -> bytes:
-    """The whole body. Raises BodyTooLargeError as soon as it is known to be too large, BodyTimeoutError where it comes
-    too slowly: a client that sends a byte now and then would hold its place for ever.
+class Intake:
+    """`receive` of a request whose body may neither be too large nor come too slowly.
+
+    Raises BodyTooLargeError as soon as the body is known to be too large, BodyTimeoutError where it comes too slowly: a
+    client that sends a byte now and then would hold its place for ever.
     """
-    max_bytes = config.max_body_bytes
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
+
+    def __init__(self, headers: Headers, receive: Receive, config: ServerConfig) -> None:
+        self._receive = receive
+        self._max_bytes = config.max_body_bytes
+        self._body_s = config.body_s
+        self._started_s = anyio.current_time()
+        self._num_bytes = 0
+        declared = headers.get("content-length", "")
+        self._refused = declared.isdecimal() and int(declared) > self._max_bytes
+
+    async def __call__(self) -> Message:
+        """The next piece of the body."""
+        if self._refused:
+            raise _too_large(self._max_bytes)
+        allowed_s = self._body_s + self._num_bytes / _BYTES_PER_S
+        try:
+            with anyio.fail_after(self._started_s + allowed_s - anyio.current_time()):
+                message = await self._receive()
+        except TimeoutError:
+            raise BodyTimeoutError(
+                f"{self._num_bytes} bytes of the body came in {anyio.current_time() - self._started_s:.0f} s; "
+                f"expected it whole within {self._body_s:g} s, or more than {_BYTES_PER_S} bytes a second"
+            ) from None
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._max_bytes:
+            raise _too_large(self._max_bytes)
+        return message
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body of a request that comes through an `Intake`, which may refuse it."""
     body = bytearray()
-    started_s = anyio.current_time()
-    try:
-        with anyio.fail_after(config.body_s) as scope:
-            async for piece in request.stream():
-                body += piece
-                if len(body) > max_bytes:
-                    raise _too_large(max_bytes)
-                scope.deadline = started_s + config.body_s + len(body) / _BYTES_PER_S
-    except TimeoutError:
-        raise BodyTimeoutError(
-            f"{len(body)} bytes of the body came in {anyio.current_time() - started_s:.0f} s; "
-            f"expected it whole within {config.body_s:g} s, or more than {_BYTES_PER_S} bytes a second"
-        ) from None
+    async for piece in request.stream():
+        body += piece
     return bytes(body)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import anyio
 from starlette.datastructures import Headers
@@ -14,10 +14,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from omniflow.errors import InvalidInputError, RequestError
-from omniflow.server.body import decode_json, read_body
+from omniflow.server.body import Intake, decode_json, read_body
 from omniflow.server.connection import break_off
 from omniflow.server.exchange import exchange_of
 from omniflow.server.failures import error_event
+from omniflow.server.form import Form, read_form
 from omniflow.server.scopes import unwrapped
 from omniflow.server.service import Service
 from omniflow.telemetry import RequestTimes
@@ -28,9 +29,9 @@ T = TypeVar("T")
 
 
 class Call:
-    """One request of a client, and the way back to it."""
+    """One request of a client, and the way back to it. Its body is JSON or, for some endpoints, a `form`."""
 
-    def __init__(self, request: Request, body: bytes, send: Send) -> None:
+    def __init__(self, request: Request, body: bytes | Form, send: Send) -> None:
         self._request = request
         self._exchange = exchange_of(request.scope)
         self._body = body
@@ -67,8 +68,14 @@ class Call:
         return self._request.headers.get(name)
 
     def read(self, type: type[T]) -> T:
-        """The body as a `type`; see `decode_json`."""
-        return decode_json(self._body, type)
+        """The body as a `type`; see `decode_json` and `Form.read`."""
+        return self._body.read(type) if isinstance(self._body, Form) else decode_json(self._body, type)
+
+    def file(self, name: str) -> BinaryIO:
+        """A file of the form, which is closed when the call ends. Raises InvalidInputError where there is none."""
+        if not isinstance(self._body, Form):
+            raise InvalidInputError(f"{name}: is required, in a body of type multipart/form-data", param=name)
+        return self._body.file(name)
 
     async def send(self, body: bytes, media_type: str) -> None:
         """Send a whole reply."""
@@ -110,18 +117,26 @@ Answer = Callable[[Service, Call], Awaitable[None]]
 
 
 class Endpoint:
-    """The ASGI side of an `Answer`: it runs only as long as its client is there."""
+    """The ASGI side of an `Answer`: it runs only as long as its client is there. With `form` it takes uploads."""
 
-    def __init__(self, name: str, answer: Answer, service: Service) -> None:
+    def __init__(self, name: str, answer: Answer, service: Service, *, form: bool = False) -> None:
         self._name = name
         self._answer = answer
         self._service = service
+        self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange_of(scope).endpoint = self._name
+        intake = Intake(Headers(scope=scope), receive, self._service.config)
+        request = Request(scope, intake)
+        if not self._form:
+            await self._run(Call(request, await read_body(request), send), scope, receive)
+            return
+        async with read_form(request) as form:
+            await self._run(Call(request, form, send), scope, receive)
+
+    async def _run(self, call: Call, scope: Scope, receive: Receive) -> None:
         exchange = exchange_of(scope)
-        exchange.endpoint = self._name
-        request = Request(scope, receive)
-        call = Call(request, await read_body(request, self._service.config), send)
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":

@@ -1,0 +1,63 @@
+"""Uploads: a body of type multipart/form-data, whose files go to disk while they come."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import BinaryIO, TypeVar
+
+import msgspec
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from omniflow.errors import InvalidInputError
+from omniflow.server.body import invalid_field
+from omniflow.server.failures import MalformedBodyError
+
+T = TypeVar("T")
+_MOST_FILES, _MOST_FIELDS, _MOST_FIELD_BYTES = 4, 64, 2**16
+
+
+class Form:
+    """Fields and files by name. Fields whose name ends in `[]` are lists, as OpenAI's clients write them."""
+
+    def __init__(self, data: FormData) -> None:
+        self._data = data
+
+    def read(self, type: type[T]) -> T:
+        """The fields as a `type`; what is empty counts as left out. Raises InvalidInputError with the field's name."""
+        fields: dict[str, str | list[str]] = {}
+        for name in self._data:
+            texts = [value for value in self._data.getlist(name) if isinstance(value, str) and value]
+            if texts:
+                fields[name] = texts if name.endswith("[]") else texts[-1]
+        try:
+            return msgspec.convert(fields, type, strict=False)
+        except msgspec.ValidationError as error:
+            raise invalid_field(str(error)) from error
+
+    def file(self, name: str) -> BinaryIO:
+        """The file called `name`, at its begin. Raises InvalidInputError where there is none, or an empty one."""
+        found = self._data.get(name)
+        if not isinstance(found, UploadFile):
+            raise InvalidInputError(f"{name}: is required, as a file of a multipart/form-data body", param=name)
+        if not found.size:
+            raise InvalidInputError(f"{name}: is empty (0 bytes)", param=name)
+        return found.file
+
+
+@asynccontextmanager
+async def read_form(request: Request) -> AsyncIterator[Form]:
+    """The form that a request brings; a file of more than 1 MB lies on disk. On leaving, its files are gone.
+
+    Raises MalformedBodyError for what is no such form; a body of another type is a form without fields.
+    """
+    try:
+        data = await request.form(max_files=_MOST_FILES, max_fields=_MOST_FIELDS, max_part_size=_MOST_FIELD_BYTES)
+    except HTTPException as error:
+        raise MalformedBodyError(f"the body is not a valid form: {error.detail}") from error
+    try:
+        yield Form(data)
+    finally:
+        await data.close()
