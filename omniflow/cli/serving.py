@@ -26,6 +26,7 @@ from omniflow.recording import Recorder
 from omniflow.runtime import Runtime
 from omniflow.server.app import build_app
 from omniflow.server.logs import JsonFormatter
+from omniflow.server.realtime.sockets import Sockets
 from omniflow.server.scopes import unwrapped
 from omniflow.server.serve import Address, serve, tls_context
 
@@ -42,7 +43,8 @@ async def serve_graph(
     the stage, where the graph cannot start or fails for good.
     """
     runtime = Runtime(plan, runtime_config, recorder)
-    app = build_app(runtime, model=config.model or plan.name, config=config)
+    sockets = Sockets()
+    app = build_app(runtime, model=config.model or plan.name, config=config, sockets=sockets)
     stopping = anyio.Event()
     failure = None
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals, unwrapped():
@@ -52,7 +54,9 @@ async def serve_graph(
                 _announce(plan, config, address, console)
                 failure = await _stopped_or_failed(runtime, stopping)
                 if failure is None:
-                    await runtime.drain()
+                    async with anyio.create_task_group() as draining:
+                        draining.start_soon(sockets.drain, runtime_config.drain_s)
+                        draining.start_soon(runtime.drain)
             tasks.cancel_scope.cancel()
     if failure is not None:
         raise failure

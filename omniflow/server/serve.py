@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from omniflow.config import ServerConfig
 from omniflow.errors import ConfigError
 from omniflow.server.connection import limited
+from omniflow.server.realtime.wire import limited_wire
 from omniflow.server.scopes import unwrapped
 
 _BACKLOG = 2048
@@ -83,6 +84,9 @@ def _uvicorn_config(app: ASGIApp, config: ServerConfig, context: ssl.SSLContext 
         app,
         http=limited(config),
         h11_max_incomplete_event_size=config.max_header_bytes,
+        ws=limited_wire(config),
+        ws_max_size=config.realtime_message_bytes,
+        ws_per_message_deflate=False,  # sound in base64 shrinks by a quarter, at ten times the cost of sending it
         ssl_context_factory=None if context is None else lambda *_: context,
         forwarded_allow_ips=list(config.trusted_proxies),
         lifespan="off",
