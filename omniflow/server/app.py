@@ -21,6 +21,8 @@ from omniflow.server.chat import create_chat_completion
 from omniflow.server.exchange import Exchanges
 from omniflow.server.keys import OPEN_PATHS, KeyCheck, Keys
 from omniflow.server.openapi import openapi
+from omniflow.server.realtime.routes import realtime_routes
+from omniflow.server.realtime.sockets import Sockets
 from omniflow.server.service import Service
 from omniflow.server.speech import create_speech
 from omniflow.server.transcripts import Transcripts
@@ -33,12 +35,17 @@ EXPOSED_HEADERS = ("x-request-id", "openai-processing-ms", "retry-after", "retry
 
 
 def build_app(
-    runtime: Runtime, *, model: str, aliases: Collection[str] = (), config: ServerConfig | None = None
+    runtime: Runtime,
+    *,
+    model: str,
+    aliases: Collection[str] = (),
+    config: ServerConfig | None = None,
+    sockets: Sockets | None = None,
 ) -> ASGIApp:
     """The ASGI app that serves `runtime` as `model`; requests may also call it by one of `aliases`.
 
     It starts and stops nothing: the runtime may be starting or draining, and /ready says so. Of `config` it heeds what
-    concerns requests; sockets, TLS and the log are `serve`'s and the caller's.
+    concerns requests; sockets, TLS and the log are `serve`'s and the caller's. `sockets` is given by who drains them.
     """
     config = config or ServerConfig()
     service = Service(runtime, model, frozenset(aliases), Transcripts(), Keys(config.api_keys), config)
@@ -56,6 +63,7 @@ def build_app(
             Route("/health", partial(health.health, service)),
             Route("/metrics", partial(health.metrics, metrics)),
             Route("/openapi.json", partial(openapi, service)),
+            *realtime_routes(service, metrics, sockets or Sockets()),
         ],
         exception_handlers={
             RequestError: failures.on_request_error,
