@@ -16,6 +16,7 @@ import typer.core
 from rich.text import Text
 
 from omniflow import __version__
+from omniflow.cli import clients
 from omniflow.cli.chosen import Chosen, choose, layers_of, needs_of
 from omniflow.cli.doctor import examine, findings_table
 from omniflow.cli.machine import memory_bytes, num_cores, this_machine
@@ -38,6 +39,9 @@ app = typer.Typer(
 )
 models = typer.Typer(help="The weights that graphs need: list them, fetch them.")
 app.add_typer(models, name="models")
+app.add_typer(clients.bench, name="bench")
+for command in (clients.chat, clients.say, clients.transcribe):
+    app.command()(command)
 
 GraphName = Annotated[
     str,
