@@ -92,7 +92,9 @@ def nothing_left() -> Iterator[None]:
     before, shm, hosts = descriptors(), shared_memory(), hosts_below(os.getpid())
     yield
     until = time.monotonic() + 2  # a killed process needs a moment until the kernel has taken it down
-    while (hosts_below(os.getpid()) - hosts or left_in_shared_memory(shm)) and time.monotonic() < until:
+    while (
+        hosts_below(os.getpid()) - hosts or left_in_shared_memory(shm) or len(descriptors()) > len(before)
+    ) and time.monotonic() < until:
         time.sleep(0.01)
     assert hosts_below(os.getpid()) - hosts == set()
     assert left_in_shared_memory(shm) == set()

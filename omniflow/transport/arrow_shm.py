@@ -2,7 +2,7 @@
 
 Messages travel over a Unix seqpacket socket (order, boundaries, descriptors and end-of-file in one object). A value's
 buffers lie in blocks of the sender's slabs; the receiver gets read-only views, and when the last of them dies the
-block returns. What is small rides in the message itself.
+block returns. What is small rides in the message itself. Tensors on a device go by the lane of the link, if it has one.
 
 A datagram is one or more messages. The first message of a turn of the event loop leaves at once; what follows in the
 same turn leaves together at its end, and what waits for a slow peer leaves in datagrams as large as may be: a system
@@ -18,18 +18,32 @@ import socket
 import time
 from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from omniflow.errors import ProtocolError
-from omniflow.messages import Block, Item, Message, Release, SlabClosed, SlabOpened
+from omniflow.errors import DeviceError, ProtocolError
+from omniflow.messages import (
+    Block,
+    Item,
+    LaneAnswer,
+    LaneNote,
+    LaneOffer,
+    Message,
+    Release,
+    SlabClosed,
+    SlabOpened,
+)
 from omniflow.transport.base import Link, LinkStatistics, Receiver
 from omniflow.transport.codec import ALIGNMENT, Encoded, Encoder, Region, decoder_for
 from omniflow.transport.deaths import Deaths, Key
 from omniflow.transport.hot_window import HotWindow
+from omniflow.transport.lane import LANE_SLAB, Lane
 from omniflow.transport.slabs import SlabPool
+
+if TYPE_CHECKING:
+    import torch
 
 # A copy into the datagram and out of it again beats a block and its release below about 8 KB.
 _INLINE_BYTES = 8 * 1024
@@ -92,7 +106,8 @@ class ArrowShmLink(Link):
     """One end of a link between two processes. `types` gives the type of the values of each edge.
 
     With `keeps_views=False` arriving values are copied out of the peer's memory at once: for a receiver whose callers
-    may hold on to what they get for as long as they like.
+    may hold on to what they get for as long as they like. `lane` carries tensors on devices; those that come through
+    the host all the same are copied to `home`, the device of this process, if it has one.
     """
 
     def __init__(
@@ -104,6 +119,8 @@ class ArrowShmLink(Link):
         types: Mapping[int, Any],
         *,
         keeps_views: bool = True,
+        lane: Lane | None = None,
+        home: str | None = None,
     ) -> None:
         self.peer = peer
         self._receiver = receiver
@@ -111,8 +128,11 @@ class ArrowShmLink(Link):
         self._memory = memory
         self._types = types
         self._keeps_views = keeps_views
+        self._lane = lane
+        self._home = home
         self._loop = asyncio.get_running_loop()
         self._encoder = Encoder(memory.pool.find)
+        self._lane_encoder = Encoder(memory.pool.find, device_type=lane.device_type) if lane is not None else None
         self._buffer = bytearray(len(_ONE) + _DATAGRAM_BYTES)
         self._view = memoryview(self._buffer)
         self._held: list[bytes] = []
@@ -146,7 +166,7 @@ class ArrowShmLink(Link):
     def send_item(self, edge: int, request: int, seq: int, value: object) -> Awaitable[None] | None:
         if self._closed:
             return None
-        encoded = self._encoder.encode(value)
+        encoded = self._encode(value)
         if self._stuck_bytes < _STUCK_BYTES:
             item = self._item(edge, request, seq, encoded, None)
             if item is not None:
@@ -168,40 +188,76 @@ class ArrowShmLink(Link):
         # What is small is cheaper to copy into the message.
         return self._memory.pool.allocate(num_bytes) if num_bytes > _INLINE_BYTES else None
 
+    def _encode(self, value: object) -> Encoded:
+        if self._lane is not None and self._lane_encoder is not None and self._lane.is_open:
+            encoded = self._lane_encoder.encode(value)
+            if not encoded.device or self._lane.takes(encoded.device_size):
+                return encoded
+        return self._encoder.encode(value)
+
     async def _send_later(self, edge: int, request: int, seq: int, encoded: Encoded) -> None:
         await self.flushed()
-        if self._closed:
-            return
-        item = self._item(edge, request, seq, encoded, None)
-        if item is None:
-            block = await self._memory.pool.take(_block_size(encoded))
-            if self._closed:
-                self._memory.pool.give_back(block.slab, block.slot, block.generation)
-                return
-            item = self._item(edge, request, seq, encoded, block)
+        item = None if self._closed else self._item(edge, request, seq, encoded, None)
+        if item is None and not self._closed:
+            taken: list[Block] = []
+            try:
+                if self._lane is not None and encoded.device:
+                    taken.append(await self._lane.pool.take(encoded.device_size))
+                if not _is_small(encoded):
+                    taken.append(await self._memory.pool.take(_block_size(encoded)))
+                if not self._closed:
+                    item, taken = self._item(edge, request, seq, encoded, taken), []
+            finally:
+                for block in taken:
+                    self._give_back((block.slab, block.slot, block.generation))
         if item is not None:
             self._write(_encoder.encode(item))
 
-    def _item(self, edge: int, request: int, seq: int, encoded: Encoded, block: Block | None) -> Item | None:
-        """The message for a value, its buffers in place; None where all shared memory is in use."""
-        body, parts, size, loans = encoded.body, encoded.parts, encoded.size, encoded.loans
-        small = size <= _INLINE_BYTES and len(body) <= _BODY_BYTES
-        if block is None and not small:
-            block = self._memory.pool.try_take(_block_size(encoded))
+    def _item(self, edge: int, request: int, seq: int, encoded: Encoded, taken: Sequence[Block] | None) -> Item | None:
+        """The message for a value, its buffers in place; None where all memory that it needs is in use.
+
+        `taken` are the blocks that were waited for, if any was.
+        """
+        body, size, loans = encoded.body, encoded.size, encoded.loans
+        found = self._blocks(encoded) if taken is None else taken
+        if found is None:
+            return None
+        block = next((each for each in found if each.slab != LANE_SLAB), None)
+        device = next((each for each in found if each.slab == LANE_SLAB), None)
         lent = tuple(loan.block for loan in loans)
         if block is not None:
             body_length = self._fill(block, encoded)
-            item = Item(edge, request, seq, _NIL if body_length else msgspec.Raw(body), b"", block, body_length, lent)
+            rest = _NIL if body_length else msgspec.Raw(body)
+            item = Item(edge, request, seq, rest, b"", block, body_length, lent, device)
             self._lend(block)
-        # Where a receiver holds all memory, what fits into a message goes on at the price of two more copies.
-        elif small or size + len(body) <= _LARGEST_INLINE_BYTES:
-            item = Item(edge, request, seq, msgspec.Raw(body), _joined(parts, size) if parts else b"", loans=lent)
         else:
-            return None
+            inline = _joined(encoded.parts, size) if encoded.parts else b""
+            item = Item(edge, request, seq, msgspec.Raw(body), inline, loans=lent, device=device)
         for loan in lent:
             self._memory.pool.hold(loan)
             self._lend(loan)
+        if device is not None and self._lane is not None:
+            self._lent[LANE_SLAB, device.slot, device.generation] = 1
+            self._lane.put(device, encoded.device)
         return item
+
+    def _blocks(self, encoded: Encoded) -> list[Block] | None:
+        """The blocks that a value needs, if all of them can be had now."""
+        found: list[Block] = []
+        if not _is_small(encoded):
+            block = self._memory.pool.try_take(_block_size(encoded))
+            # Where a receiver holds all memory, what fits into a message goes on at the price of two more copies.
+            if block is None and encoded.size + len(encoded.body) > _LARGEST_INLINE_BYTES:
+                return None
+            found += [block] if block is not None else []
+        if encoded.device and self._lane is not None:
+            device = self._lane.pool.try_take(encoded.device_size)
+            if device is None:
+                for block in found:
+                    self._memory.pool.give_back(block.slab, block.slot, block.generation)
+                return None
+            found.append(device)
+        return found
 
     def _fill(self, block: Block, encoded: Encoded) -> int:
         """Copy a value's buffers into a block, after its msgpack form where that is large; gives the length of that."""
@@ -354,6 +410,8 @@ class ArrowShmLink(Link):
                 _close_all(descriptors)
             case SlabClosed():
                 self._mapped.pop(message.slab, None)
+            case LaneOffer() | LaneAnswer() | LaneNote():
+                self._deliver_to_lane(message, descriptors)
             case _:
                 self._receiver.on_message(self, message, descriptors)
 
@@ -369,9 +427,14 @@ class ArrowShmLink(Link):
             region = np.frombuffer(item.inline, np.uint8)
         loans = [self._lease(block) for block in item.loans] if item.loans else ()
         try:
-            value = decoder_for(self._types[item.edge]).decode(body, region, loans)
+            device = self._fetch(item.device) if item.device is not None else None
+            value = decoder_for(self._types[item.edge]).decode(body, region, loans, device, self._home)
         except (msgspec.ValidationError, TypeError) as error:
             failure = ProtocolError(f"the value is not of the type of its port: {error}")
+            self._receiver.on_bad_item(self, item.edge, item.request, failure.info())
+            return
+        except DeviceError as error:
+            failure = ProtocolError(f"its tensors cannot be had: {error}")
             self._receiver.on_bad_item(self, item.edge, item.request, failure.info())
             return
         self._receiver.on_item(self, item.edge, item.request, item.seq, value)
@@ -382,8 +445,34 @@ class ArrowShmLink(Link):
         self._deaths.watch(base, (block.slab, block.slot, block.generation))
         return base if self._keeps_views else _copied(base)
 
+    def _fetch(self, block: Block) -> torch.Tensor:
+        """The bytes of a value's tensors that stayed on their device."""
+        if self._lane is None:
+            raise DeviceError("this end of the link has no lane")
+        region, owner = self._lane.fetch(block)
+        key = (block.slab, block.slot, block.generation)
+        if owner is None:
+            self._release([key])
+        else:
+            self._deaths.watch(owner, key)
+        return region
+
+    def _deliver_to_lane(self, message: LaneOffer | LaneAnswer | LaneNote, descriptors: list[int]) -> None:
+        match self._lane, message:
+            case None, LaneOffer():
+                _close_all(descriptors)
+                self.send(LaneAnswer("the other host has no lane"))
+            case Lane() as lane, LaneOffer():
+                lane.on_offer(message, descriptors)
+            case Lane() as lane, LaneAnswer():
+                lane.on_answer(message, self.peer)
+            case Lane() as lane, LaneNote():
+                lane.on_note(message)
+
     def _release(self, dead: list[Key]) -> None:
         """Views of the peer's blocks have died."""
+        if self._lane is not None:
+            self._lane.died([key for key in dead if key[0] == LANE_SLAB])
         for start in range(0, len(dead), _RELEASES):
             self.send(Release(tuple(dead[start : start + _RELEASES])))
 
@@ -393,6 +482,12 @@ class ArrowShmLink(Link):
         if count > 1:
             self._lent[key] = count - 1
         if count:
+            self._give_back(key)
+
+    def _give_back(self, key: Key) -> None:
+        if key[0] == LANE_SLAB and self._lane is not None:
+            self._lane.pool.give_back(*key)
+        else:
             self._memory.pool.give_back(*key)
 
     # -- closing ---------------------------------------------------------------------------------------------------
@@ -412,8 +507,11 @@ class ArrowShmLink(Link):
         self._room.set()
         self._mapped.clear()
         lent, self._lent = self._lent, {}
+        if self._lane is not None:
+            self._lane.reclaim([key for key in lent if key[0] == LANE_SLAB])
+            self._lane.close()
         for key, count in lent.items():
-            for _ in range(count):
+            for _ in range(count if key[0] != LANE_SLAB else 0):
                 self._memory.pool.give_back(*key)
 
     def _lost(self) -> None:
@@ -422,7 +520,13 @@ class ArrowShmLink(Link):
 
     def statistics(self) -> LinkStatistics:
         backlog = len(self._held) + sum(datagram.num_messages for datagram in self._stuck)
-        return LinkStatistics(self._sent, self._received, backlog, sum(self._lent.values()))
+        lane = self._lane.kind if self._lane is not None and self._lane.is_open else None
+        return LinkStatistics(self._sent, self._received, backlog, sum(self._lent.values()), lane)
+
+
+def _is_small(encoded: Encoded) -> bool:
+    """True where a value rides in its message."""
+    return encoded.size <= _INLINE_BYTES and len(encoded.body) <= _BODY_BYTES
 
 
 def _block_size(encoded: Encoded) -> int:

@@ -36,6 +36,8 @@ class LinkStatistics(NamedTuple):
     """Messages that the peer has not taken off the socket's buffer yet."""
     blocks_held: int
     """Blocks of our memory that the peer still has views of."""
+    lane: str | None = None
+    """How tensors on devices go to the peer: "cuda_ipc", "nccl", or through the host."""
 
 
 class Link(ABC):

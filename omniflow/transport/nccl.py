@@ -1,0 +1,381 @@
+"""NCCL: device tensors between two processes on different GPUs, point to point, through torch.distributed.
+
+Each direction of a link has a communicator of its own, so the two never wait for each other, and what breaks or is made
+again concerns one pair of hosts. A value's tensors leave in one send and arrive in one receive, on streams beside the
+default one; the message that tells the receiver of them is what pairs the two. On the CPU the same class runs on gloo.
+
+A communicator whose peer has died is aborted, which ends the kernels that wait for it. Torch's own watchdog, which
+would end the whole process, is told not to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import anyio
+import anyio.to_thread
+
+from omniflow.errors import DeviceError, ProtocolError
+from omniflow.messages import Block, LaneAnswer, LaneNote, LaneOffer
+from omniflow.transport.codec import Part
+from omniflow.transport.deaths import Key
+from omniflow.transport.lane import LANE_SLAB, Fetched, Lane, LanePort
+from omniflow.transport.slabs import BlockPool
+
+if TYPE_CHECKING:
+    import torch
+
+_OPEN_S = 60.0
+"""What making a communicator may take: 1-3 s, where both processes are up."""
+_SENDER, _RECEIVER = 0, 1
+_BROKEN = "broken"
+"""The note of a sender that could not send what a message has promised."""
+_QUIET = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""Torch's watchdog must not end this process because another one has died; it reads this when a group is made."""
+
+
+class InFlight(BlockPool):
+    """Counts the bytes on their way: what was sent lies in the sender's tensors until the peer has it."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__()
+        self.limit_bytes = limit_bytes
+        self._taken: dict[int, int] = {}
+        self._numbers = itertools.count()
+        self.held: dict[int, tuple[object, torch.Tensor]] = {}
+        """What must not be let go of while it is sent."""
+
+    @property
+    def blocks_in_use(self) -> int:
+        """Values on their way."""
+        return len(self._taken)
+
+    def refuse_too_large(self, size: int) -> None:
+        if size > self.limit_bytes:
+            raise ProtocolError(f"{size} bytes are more than may be on their way at once ({self.limit_bytes} bytes)")
+
+    def _take_now(self, size: int) -> Block | None:
+        if self._taken and sum(self._taken.values()) + size > self.limit_bytes:
+            return None
+        number = next(self._numbers)
+        self._taken[number] = size
+        return Block(LANE_SLAB, number, 0, 0, size)
+
+    def give_back(self, slab: int, slot: int, generation: int) -> None:
+        if self._taken.pop(slot, None) is not None:
+            self.held.pop(slot, None)
+            self._serve_waiters()
+
+
+class Notes:
+    """What the two ends of a communicator write for each other; the far end's notes come over the link."""
+
+    def __init__(self, tell: Callable[[str, bytes], None]) -> None:
+        self._tell = tell
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, key: str, value: bytes) -> None:
+        """The far end has written; called in the event loop."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def write(self, key: str, value: bytes) -> None:
+        """Write for both ends; called in a thread."""
+        self.put(key, value)
+        self._tell(key, value)
+
+    def read(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for notes. Raises RuntimeError where they do not come, because the link is closed or time is up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self.known(keys), _OPEN_S)
+            if not self.known(keys):
+                raise RuntimeError(f"the other end has not said {', '.join(keys)}")
+            return [self._values[key] for key in keys]
+
+    def known(self, keys: Sequence[str]) -> bool:
+        """True where all of them are there."""
+        return all(key in self._values for key in keys)
+
+    def close(self) -> None:
+        """Let nobody wait any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+def _store_of(notes: Notes) -> Any:
+    """`notes` as torch's processes find each other by: without a port that others could reach, or a file."""
+    import torch.distributed
+
+    store: Any = torch.distributed
+
+    class LinkStore(store.Store):  # type: ignore[misc]
+        def set(self, key: str, value: bytes | str) -> None:
+            notes.write(key, value.encode() if isinstance(value, str) else bytes(value))
+
+        def get(self, key: str) -> bytes:
+            return notes.read([key])[0]
+
+        def wait(self, keys: list[str], timeout: Any = None) -> None:
+            notes.read(keys)
+
+        def check(self, keys: list[str]) -> bool:
+            return notes.known(keys)
+
+        def set_timeout(self, timeout: Any) -> None:
+            """Waits end when the link does, or after `_OPEN_S`."""
+
+        def clone(self) -> LinkStore:
+            return self
+
+    return LinkStore()
+
+
+class _Way:
+    """One direction: a group of two processes, of which this one is `rank`, and the stream that its copies run on."""
+
+    def __init__(self, backend: Literal["nccl", "gloo"], rank: int, notes: Notes) -> None:
+        self.notes = notes
+        self._backend = backend
+        self._rank = rank
+        self._group: Any = None
+        self._stream: Any = None
+
+    def open(self) -> None:
+        """Make the group, and let one byte through: only then it is known to work. Waits for the other end."""
+        import torch
+
+        device = "cuda" if self._backend == "nccl" else "cpu"
+        self._group = _make_group(self._backend, self._rank, _store_of(self.notes))
+        self._stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        if self._rank == _SENDER:
+            self._group.send([byte], _RECEIVER, 0).wait()
+        else:
+            self._group.recv([byte], _SENDER, 0).wait()
+        if device == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def send(self, flat: torch.Tensor) -> object:
+        """Send once the default stream is through with what it was given so far; gives what to hold meanwhile."""
+        import torch
+
+        if self._stream is None:
+            return self._group.send([flat], _RECEIVER, 0)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work = self._group.send([flat], _RECEIVER, 0)
+            work.wait()
+        flat.record_stream(self._stream)
+        return work
+
+    def receive(self, size: int) -> torch.Tensor:
+        """Receive before the default stream does what it is given from now on."""
+        import torch
+
+        if self._stream is None:
+            region = torch.empty(size, dtype=torch.uint8)
+            self._group.recv([region], _SENDER, 0).wait()
+            return region
+        with torch.cuda.stream(self._stream):
+            region = torch.empty(size, dtype=torch.uint8, device="cuda")
+            self._group.recv([region], _SENDER, 0).wait()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        region.record_stream(torch.cuda.current_stream())
+        return region
+
+    def abort(self) -> None:
+        """End what is under way, and with it every kernel that waits for the other end."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):  # it has failed by itself already
+                group.abort()
+
+
+def _make_group(backend: Literal["nccl", "gloo"], rank: int, store: Any) -> Any:
+    import torch.distributed
+
+    distributed: Any = torch.distributed
+    timeout = datetime.timedelta(seconds=_OPEN_S)
+    if backend == "gloo":
+        options = distributed.ProcessGroupGloo._Options()
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timeout
+        return distributed.ProcessGroupGloo(store, rank, 2, options)
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    with _environment(_QUIET):
+        return distributed.ProcessGroupNCCL(store, rank, 2, options)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class NcclLane(Lane):
+    """One end. At most `limit_bytes` are on their way in each direction."""
+
+    kind = "nccl"
+
+    def __init__(self, backend: Literal["nccl", "gloo"], limit_bytes: int, *, sends: bool, receives: bool) -> None:
+        super().__init__(sends=sends, receives=receives)
+        self.pool: InFlight = InFlight(limit_bytes)
+        self.device_type = "cuda" if backend == "nccl" else "cpu"
+        self._backend = backend
+        self._offered = anyio.Event()
+        self._out: _Way | None = None
+        self._in: _Way | None = None
+        self._early: list[LaneNote] = []
+        self._closed = False
+        self._port: LanePort | None = None
+
+    async def serve(self, port: LanePort) -> None:
+        self._port = port
+        async with anyio.create_task_group() as tasks:
+            if self.sends and not self._closed:
+                self._out = self._way(_SENDER, port)
+                port.send(LaneOffer(self.kind))
+                tasks.start_soon(self._open_out, self._out, port)
+            if self.receives:
+                await self._offered.wait()
+                if not self._closed:
+                    self._in = self._way(_RECEIVER, port)
+                    self._hear_early()
+                    await self._open_in(self._in, port)
+
+    def _way(self, rank: int, port: LanePort) -> _Way:
+        loop = asyncio.get_running_loop()
+
+        def tell(key: str, value: bytes) -> None:
+            loop.call_soon_threadsafe(port.send, LaneNote(rank == _SENDER, key, value))
+
+        return _Way(self._backend, rank, Notes(tell))
+
+    async def _open_out(self, way: _Way, port: LanePort) -> None:
+        problem = await anyio.to_thread.run_sync(_opened, way, abandon_on_cancel=True)
+        if problem is not None and not self._closed:
+            self.refuse(problem, port.peer)
+
+    async def _open_in(self, way: _Way, port: LanePort) -> None:
+        problem = await anyio.to_thread.run_sync(_opened, way, abandon_on_cancel=True)
+        if not self._closed:
+            port.send(LaneAnswer(problem))
+
+    def on_offer(self, offer: LaneOffer, descriptors: Sequence[int]) -> None:
+        self._offered.set()
+
+    def on_note(self, note: LaneNote) -> None:
+        way = self._in if note.incoming else self._out
+        if note.key == _BROKEN:
+            self._break_in("the other end could not send")
+        elif way is not None:
+            way.notes.put(note.key, note.value)
+        elif not self._closed:
+            self._early.append(note)
+
+    def on_answer(self, answer: LaneAnswer, peer: str) -> None:
+        super().on_answer(answer, peer)
+        if answer.problem is not None and self._out is not None:
+            _abort_soon(self._out)
+            self._out = None
+
+    def _hear_early(self) -> None:
+        early, self._early = self._early, []
+        for note in early:
+            self.on_note(note)
+
+    def takes(self, size: int) -> bool:
+        return size <= self.pool.limit_bytes
+
+    def put(self, block: Block, parts: Sequence[Part]) -> None:
+        if self._out is None or self._port is None:
+            return
+        flat = parts[0].flat if len(parts) == 1 else _packed(parts, block.length)
+        try:
+            self.pool.held[block.slot] = (self._out.send(flat), flat)
+        except RuntimeError as error:  # whatever torch.distributed cannot do: mostly, the peer has died
+            self.refuse(_first_line(error), self._port.peer)
+            self._port.send(LaneNote(True, _BROKEN, b""))
+
+    def fetch(self, block: Block) -> Fetched:
+        if self._in is None:
+            raise DeviceError("the communicator that they come by is not there")
+        try:
+            return Fetched(self._in.receive(block.length), None)
+        except RuntimeError as error:  # the peer has died, or there is no memory for them
+            self._break_in(_first_line(error))
+            raise DeviceError(_first_line(error)) from None
+
+    def _break_in(self, problem: str) -> None:
+        """What was not received would be taken for what comes next: nothing comes by this communicator any more."""
+        way, self._in = self._in, None
+        if way is not None:
+            _abort_soon(way)
+            if self._port is not None:
+                self._port.send(LaneAnswer(problem))
+
+    def died(self, keys: Sequence[Key]) -> None:
+        """What was received is a copy."""
+
+    def reclaim(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.pool.give_back(*key)
+
+    def close(self) -> None:
+        self._closed, self.is_open = True, False
+        self._offered.set()
+        for way in (self._out, self._in):
+            if way is not None:
+                _abort_soon(way)
+        self._out = self._in = None
+
+
+def _opened(way: _Way) -> str | None:
+    """Open it; gives what went wrong."""
+    try:
+        way.open()
+    except (RuntimeError, ImportError, AttributeError) as error:  # torch has no such backend: AttributeError
+        return _first_line(error)
+    return None
+
+
+def _abort_soon(way: _Way) -> None:
+    """Abort it in a thread: that waits for the GPU, and for threads of NCCL's."""
+    way.notes.close()
+    threading.Thread(target=way.abort, daemon=True).start()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _packed(parts: Sequence[Part], size: int) -> torch.Tensor:
+    """Several tensors in one piece, on their device."""
+    region = parts[0].flat.new_empty(size)
+    for offset, flat in parts:
+        region[offset : offset + flat.numel()].copy_(flat, non_blocking=True)
+    return region

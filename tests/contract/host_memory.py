@@ -1,0 +1,73 @@
+"""Host memory in the place of a GPU's: what CUDA IPC does with blocks and words is the same, and runs anywhere.
+
+A "stream" here is through with what it was given as soon as it was given it, unless `hold` makes it wait.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import torch
+
+from omniflow.transport.cuda_ipc import NUM_SLOTS, DeviceMemory, reached
+
+
+class HostMemory(DeviceMemory):
+    device = ""
+
+    def __init__(self, memory: int, words: int, size: int, *, is_near: bool = True) -> None:
+        self.size_bytes = size
+        self.is_near = is_near
+        self._descriptors = memory, words
+        self._map = mmap.mmap(memory, size)
+        self.words = np.frombuffer(mmap.mmap(words, NUM_SLOTS * 8), np.uint32).reshape(NUM_SLOTS, 2)
+        self.held: list[tuple[int, int, int]] | None = None
+        """Words that the stream has yet to write, where it is busy."""
+        self.waits: list[tuple[int, int, int]] = []
+        """What the stream had to wait for."""
+
+    def descriptors(self) -> tuple[int, int]:
+        memory, words = self._descriptors
+        return os.dup(memory), os.dup(words)
+
+    def view(self, offset: int, length: int) -> tuple[torch.Tensor, object]:
+        owner = np.frombuffer(self._map, np.uint8, length, offset)
+        return torch.from_numpy(owner), owner
+
+    def copy_out(self, offset: int, length: int) -> torch.Tensor:
+        return self.view(offset, length)[0].clone()
+
+    def write(self, slot: int, word: int, value: int) -> None:
+        if self.held is not None:
+            self.held.append((slot, word, value))
+        else:
+            self.words[slot, word] = value
+
+    def wait(self, slot: int, word: int, value: int) -> None:
+        self.waits.append((slot, word, value))
+
+    def waits_for_ever(self) -> bool:
+        """True where the stream waits for a word that nobody has written yet."""
+        return any(not reached(self.words[slot, word], value) for slot, word, value in self.waits)
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+
+def take(size: int) -> HostMemory:
+    memory, words = os.memfd_create("test-device"), os.memfd_create("test-words")
+    os.ftruncate(memory, size)
+    os.ftruncate(words, NUM_SLOTS * 8)
+    return HostMemory(memory, words, size)
+
+
+def attach(memory: int, words: int, size: int, device: str) -> HostMemory:
+    return HostMemory(os.dup(memory), os.dup(words), size)
+
+
+def attach_far(memory: int, words: int, size: int, device: str) -> HostMemory:
+    """As another GPU's: what lies there is copied out."""
+    return HostMemory(os.dup(memory), os.dup(words), size, is_near=False)
