@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -20,7 +20,8 @@ T = TypeVar("T")
 _BYTES_PER_S = 16 * 1024
 """A body may take a second more for each so many bytes."""
 
-_AT_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_AT_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*?)(?:\[\.\.\.\])?`$")
+"""msgspec writes `[...]` for the value of some key."""
 _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]*)`")
 
 
@@ -70,13 +71,34 @@ async def read_body(request: Request) -> bytes:
 def decode_json(body: bytes, type: type[T]) -> T:
     """`body` as a `type`. Raises MalformedBodyError, or InvalidInputError whose `param` is the path of the field."""
     try:
-        return msgspec.json.decode(body, type=type)
+        return _decode(body, type)
     except msgspec.ValidationError as error:
         raise invalid_field(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedBodyError(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise MalformedBodyError("the body is nested too deeply") from error
+
+
+def _decode(body: bytes, type: type[T]) -> T:
+    """To JSON, 7.0 is an integer; to msgspec it is not. So where a number has the wrong type, it gets a second look."""
+    try:
+        return msgspec.json.decode(body, type=type)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+        return msgspec.json.decode(msgspec.json.encode(_without_points(msgspec.json.decode(body))), type=type)
+
+
+def _without_points(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _without_points(each) for key, each in value.items()}
+        case list():
+            return [_without_points(each) for each in value]
+        case float() if value.is_integer() and abs(value) < 2**63:
+            return int(value)
+    return value
 
 
 def invalid_field(message: str, *, within: str = "") -> InvalidInputError:
