@@ -23,6 +23,7 @@ from omniflow.server.keys import OPEN_PATHS, KeyCheck, Keys
 from omniflow.server.openapi import openapi
 from omniflow.server.realtime.routes import realtime_routes
 from omniflow.server.realtime.sockets import Sockets
+from omniflow.server.remote import Limits, RemoteMedia
 from omniflow.server.service import Service
 from omniflow.server.speech import create_speech
 from omniflow.server.transcripts import Transcripts
@@ -48,7 +49,7 @@ def build_app(
     concerns requests; sockets, TLS and the log are `serve`'s and the caller's. `sockets` is given by who drains them.
     """
     config = config or ServerConfig()
-    service = Service(runtime, model, frozenset(aliases), Transcripts(), Keys(config.api_keys), config)
+    service = Service(runtime, model, frozenset(aliases), Transcripts(), Keys(config.api_keys), config, _remote(config))
     metrics = Metrics(runtime.status)
     app = Starlette(
         routes=[
@@ -74,6 +75,10 @@ def build_app(
     )
     app.router.redirect_slashes = False  # a redirected POST loses its body in some clients; a 404 is plain
     return _guarded(app, service, metrics)
+
+
+def _remote(config: ServerConfig) -> RemoteMedia | None:
+    return RemoteMedia(Limits(config.max_body_bytes)) if config.remote_media else None
 
 
 def _guarded(app: Starlette, service: Service, metrics: Metrics) -> ASGIApp:

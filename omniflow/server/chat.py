@@ -2,60 +2,27 @@
 
 from __future__ import annotations
 
-import base64
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable
 from typing import TYPE_CHECKING
 
+import anyio
 import msgspec
-from msgspec import UNSET
 
 from omniflow.errors import UnsupportedError
-from omniflow.media import Generated
+from omniflow.media import Chat, Options
 from omniflow.server.call import EVENT_STREAM, Call
-from omniflow.server.chat_reply import (
-    AnswerMessage,
-    Choice,
-    Chunk,
-    ChunkChoice,
-    Completion,
-    Delta,
-    DeltaAudio,
-    FinishReason,
-    SpokenAnswer,
-    usage_of,
-)
-from omniflow.server.chat_request import ChatRequest, chat_of, refuse_unsupported
+from omniflow.server.chat_answer import Answering, ChoiceChunks, WholeChoice
+from omniflow.server.chat_reply import Chunk, Completion, usage_of
+from omniflow.server.chat_request import ChatRequest, chat_of, refuse_unsupported, wanted_media
+from omniflow.server.choices import ChoiceOutputs, choices
 from omniflow.server.encoders import CHAT_FORMATS, Format, audio_format
-from omniflow.server.media import AudioWriter, Base64Cutter
 from omniflow.server.service import Service
-from omniflow.server.transcripts import Transcripts
-from omniflow.telemetry import RequestTimes
 
 if TYPE_CHECKING:
     from omniflow.runtime import Reply
 
 DONE = b"data: [DONE]\n\n"
-
-
-class Answering(msgspec.Struct, frozen=True):
-    """What a reply needs to know of its request. `audio` None: text only."""
-
-    hex_id: str
-    model: str
-    audio: Format | None
-    usage_chunk: bool
-    transcripts: Transcripts
-    times: RequestTimes
-    created: int
-
-    @property
-    def id(self) -> str:
-        return f"chatcmpl-{self.hex_id}"
-
-    @property
-    def audio_id(self) -> str:
-        return f"audio_{self.hex_id}"
 
 
 async def create_chat_completion(service: Service, call: Call) -> None:
@@ -65,21 +32,59 @@ async def create_chat_completion(service: Service, call: Call) -> None:
     service.require_entry("chat", "conversations")
     service.require_output("chat", "text")
     refuse_unsupported(request)
+    options = request.options()
+    if options.tools:
+        service.require_output("chat", "tool_calls", param="tools")
     answering = _answering(service, call, request)
-    wanted = {"text", "usage", "audio"} if request.wants_audio else {"text", "usage"}
-    reply = await service.runtime.submit(
-        "chat",
-        chat_of(request, service.transcripts),
-        outputs=wanted.intersection(service.runtime.plan.outputs_of("chat")),
-        options=request.options(),
-        deadline_s=call.deadline_s,
-        request_id=call.request_id,
-    )
-    async with reply:
+    chat = await _conversation(service, request)
+    submission = _Submission(service, call, chat, options, _wanted(service, request, options))
+    async with choices(submission, answering.n) as outputs:
         if request.stream:
-            await call.stream(stream_chat(reply, answering), EVENT_STREAM)
+            await call.stream(stream_chat(outputs, answering), EVENT_STREAM)
         else:
-            await call.send(await whole_chat(reply, answering), "application/json")
+            await call.send(await whole_chat(outputs, answering), "application/json")
+
+
+class _Submission:
+    """Starts the choices of a request: each with a seed of its own, all within one deadline."""
+
+    def __init__(self, service: Service, call: Call, chat: Chat, options: Options, wanted: frozenset[str]) -> None:
+        self._service = service
+        self._call = call
+        self._chat = chat
+        self._options = options
+        self._wanted = wanted
+        self._deadline = anyio.current_time() + call.deadline_s if call.deadline_s is not None else None
+
+    async def __call__(self, index: int) -> Reply:
+        options = self._options
+        if index and options.seed is not None:
+            options = msgspec.structs.replace(options, seed=_next_seed(options.seed, index))
+        return await self._service.runtime.submit(
+            "chat",
+            self._chat,
+            outputs=self._wanted,
+            options=options,
+            deadline_s=self._deadline and max(0.001, self._deadline - anyio.current_time()),
+            request_id=f"{self._call.request_id}-{index}" if index else self._call.request_id,
+        )
+
+
+def _next_seed(seed: int, index: int) -> int:
+    return (seed + index + 2**63) % 2**64 - 2**63
+
+
+def _wanted(service: Service, request: ChatRequest, options: Options) -> frozenset[str]:
+    wanted = {"text", "usage"} | ({"audio"} if request.wants_audio else set())
+    if options.tools:
+        wanted.add("tool_calls")
+    return frozenset(wanted.intersection(service.runtime.plan.outputs_of("chat")))
+
+
+async def _conversation(service: Service, request: ChatRequest) -> Chat:
+    wanted = list(wanted_media(request.messages)) if service.remote is not None else []
+    fetched = await service.remote.fetch(wanted) if service.remote is not None and wanted else {}
+    return chat_of(request.messages, service.transcripts, fetched)
 
 
 def _answering(service: Service, call: Call, request: ChatRequest) -> Answering:
@@ -87,10 +92,12 @@ def _answering(service: Service, call: Call, request: ChatRequest) -> Answering:
         hex_id=call.request_id.removeprefix("req_"),
         model=request.model,
         audio=_audio_format(service, request),
+        logprobs=bool(request.logprobs),
         usage_chunk=request.wants_usage_chunk,
         transcripts=service.transcripts,
         times=call.times,
         created=int(time.time()),
+        n=request.n or 1,
     )
 
 
@@ -104,114 +111,33 @@ def _audio_format(service: Service, request: ChatRequest) -> Format | None:
     return audio_format(CHAT_FORMATS, asked or ("pcm16" if request.stream else "wav"), "audio.format")
 
 
-async def whole_chat(reply: Reply, answering: Answering) -> bytes:
+async def whole_chat(outputs: ChoiceOutputs, answering: Answering) -> bytes:
     """The JSON of a whole answer."""
-    texts: list[str] = []
-    sound = bytearray()
-    generated: Generated | None = None
-    writer = AudioWriter(answering.audio) if answering.audio is not None else None
-    async for name, value in reply:
-        answering.times.stamp(value)
-        if name == "text":
-            texts.append(value.text)
-        elif name == "audio" and writer is not None:
-            sound += await writer.write(value)
-        elif name == "usage":
-            generated = value
-    message = AnswerMessage("".join(texts))
-    if writer is not None:
-        sound += await writer.finish()
-        message = _spoken("".join(texts), writer.whole(bytes(sound)), answering)
-    choice = Choice(message, _finish_reason(generated))
-    return msgspec.json.encode(
-        Completion(answering.id, answering.created, answering.model, (choice,), usage_of(generated))
-    )
+    parts = [WholeChoice(answering, index) for index in range(answering.n)]
+    async for index, name, value in outputs:
+        if name is not None:
+            await parts[index].take(name, value)
+    found = tuple([await part.finish() for part in parts])
+    usage = usage_of([part.generated for part in parts if part.generated is not None])
+    return msgspec.json.encode(Completion(answering.id, answering.created, answering.model, found, usage))
 
 
-def _spoken(transcript: str, sound: bytes, answering: Answering) -> AnswerMessage:
-    expires_at = answering.transcripts.keep(answering.audio_id, transcript)
-    data = base64.b64encode(sound).decode()
-    return AnswerMessage(None, SpokenAnswer(answering.audio_id, data, transcript, expires_at))
-
-
-def _finish_reason(generated: Generated | None) -> FinishReason:
-    return generated.finish_reason if generated is not None else "stop"
-
-
-async def stream_chat(reply: Reply, answering: Answering) -> AsyncGenerator[bytes]:
-    """The server-sent events of an answer, each as soon as its text or sound is there.
+async def stream_chat(outputs: ChoiceOutputs, answering: Answering) -> AsyncGenerator[bytes]:
+    """The server-sent events of an answer, each as soon as its text, call or sound is there.
 
     `[DONE]` ends an answer that is whole, and only that.
     """
-    chunks = ChatChunks(answering)
-    writer = AudioWriter(answering.audio) if answering.audio is not None else None
-    generated: Generated | None = None
-    async for name, value in reply:
-        answering.times.stamp(value)
-        events = b""
-        if name == "text":
-            events = _events(chunks.text(value.text))
-        elif name == "audio" and writer is not None:
-            events = _events(chunks.sound(await writer.write(value)))
-        elif name == "usage":
-            generated = value
-        if events:
+    parts = [ChoiceChunks(answering, index) for index in range(answering.n)]
+    async for index, name, value in outputs:
+        chunks = await parts[index].take(name, value) if name is not None else await parts[index].end()
+        if events := _events(chunks):
             yield events
-    rest = await writer.finish() if writer is not None else b""
-    yield _events(chunks.end(rest, generated)) + DONE
+    last = b""
+    if answering.usage_chunk:
+        usage = usage_of([part.generated for part in parts if part.generated is not None])
+        last = _events([Chunk(answering.id, answering.created, answering.model, (), usage)])
+    yield last + DONE
 
 
 def _events(chunks: Iterable[Chunk]) -> bytes:
     return b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
-
-
-class ChatChunks:
-    """The chunks of one streamed answer.
-
-    The role comes first and once, and with audio its id; base64 is cut so that clients may join the strings.
-    """
-
-    def __init__(self, answering: Answering) -> None:
-        self._answering = answering
-        self._spoken = answering.audio is not None
-        self._begun = False
-        self._texts: list[str] = []
-        self._cutter = Base64Cutter()
-
-    def text(self, text: str) -> Iterator[Chunk]:
-        """A piece of the answer: content, or the transcript of what is spoken."""
-        if text:
-            yield from self._begin()
-            self._texts.append(text)
-            yield self._chunk(Delta(audio=DeltaAudio(transcript=text)) if self._spoken else Delta(content=text))
-
-    def sound(self, data: bytes) -> Iterator[Chunk]:
-        """A piece of 16-bit PCM; what does not fill 6 bytes waits for the next."""
-        if piece := self._cutter.push(data):
-            yield from self._begin()
-            yield self._chunk(Delta(audio=DeltaAudio(data=piece)))
-
-    def end(self, sound: bytes, generated: Generated | None) -> Iterator[Chunk]:
-        """The last sound, when the audio expires, why the answer ended, and what it took."""
-        yield from self._begin()
-        if self._spoken:
-            if piece := self._cutter.push(sound) + self._cutter.flush():
-                yield self._chunk(Delta(audio=DeltaAudio(data=piece)))
-            answering = self._answering
-            expires_at = answering.transcripts.keep(answering.audio_id, "".join(self._texts))
-            yield self._chunk(Delta(audio=DeltaAudio(expires_at=expires_at)))
-        yield self._chunk(Delta(), _finish_reason(generated))
-        if self._answering.usage_chunk:
-            yield msgspec.structs.replace(self._chunk(Delta()), choices=(), usage=usage_of(generated))
-
-    def _begin(self) -> Iterator[Chunk]:
-        if not self._begun:
-            self._begun = True
-            audio = DeltaAudio(id=self._answering.audio_id)
-            yield self._chunk(Delta("assistant", audio=audio) if self._spoken else Delta("assistant", content=""))
-
-    def _chunk(self, delta: Delta, finish_reason: FinishReason | None = None) -> Chunk:
-        answering = self._answering
-        usage = None if answering.usage_chunk else UNSET
-        choice = ChunkChoice(delta, finish_reason)
-        return Chunk(answering.id, answering.created, answering.model, (choice,), usage)

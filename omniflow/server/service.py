@@ -11,6 +11,7 @@ from omniflow.config import ServerConfig
 from omniflow.errors import UnsupportedError
 from omniflow.server.failures import ModelNotFoundError
 from omniflow.server.keys import Keys
+from omniflow.server.remote import RemoteMedia
 from omniflow.server.transcripts import Transcripts
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class Service(msgspec.Struct, frozen=True):
     transcripts: Transcripts
     keys: Keys = msgspec.field(default_factory=Keys)
     config: ServerConfig = msgspec.field(default_factory=ServerConfig)
+    remote: RemoteMedia | None = None
+    """Fetches media by URL; None: nothing is fetched."""
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def require_model(self, name: str) -> None:
@@ -41,11 +44,14 @@ class Service(msgspec.Struct, frozen=True):
             raise UnsupportedError(f"graph {plan.name!r} takes no {what}: it has no input {entry!r}, only {known}")
 
     def require_output(self, entry: str, output: str, param: str | None = None) -> None:
-        """Raises UnsupportedError, naming `param` and the reason, unless what enters at `entry` can give `output`."""
+        """Raises UnsupportedError unless what enters at `entry` can give `output`. It names `param`, the reason, and
+        the stage that would give it where that one is absent.
+        """
         plan = self.runtime.plan
         possible = plan.outputs_of(entry)
         if output in possible:
             return
-        absent = [plan.graph.absent.get(edge.source) for edge in plan.graph.outputs if edge.target_port == output]
-        reason = absent[0] if absent and absent[0] else f"from {entry} it gives {', '.join(sorted(possible))}"
-        raise UnsupportedError(f"graph {plan.name!r} gives no {output}: {reason}", param=param)
+        sources = [edge.source for edge in plan.graph.outputs if edge.target_port == output]
+        stage = next((source for source in sources if source in plan.graph.absent), None)
+        reason = plan.graph.absent[stage] if stage else f"from {entry} it gives {', '.join(sorted(possible))}"
+        raise UnsupportedError(f"graph {plan.name!r} gives no {output}: {reason}", param=param, stage=stage)

@@ -13,7 +13,7 @@ import numpy as np
 
 from omniflow.actor import Actor, Emit, Stream
 from omniflow.graph import Graph
-from omniflow.media import AudioChunk, Chat, Generated, Options, TextDelta, TextPart
+from omniflow.media import AudioChunk, Chat, Generated, Options, TextDelta, TextPart, ToolCallDelta
 from omniflow.planner import Cluster, Plan, plan
 from omniflow.runtime import Output, RuntimeStatus, StageStatus, State
 
@@ -37,9 +37,9 @@ HELLO: tuple[Step, ...] = (
 
 
 class Parrot(Actor):
-    """Says the last thing it was told, word by word; waits for ever after the word 'wait'."""
+    """Says the last thing it was told, word by word; waits for ever after the word 'wait'. It calls no tools."""
 
-    async def run(self, chat: Chat, text: Emit[TextDelta]) -> Generated:
+    async def run(self, chat: Chat, text: Emit[TextDelta], tool_calls: Emit[ToolCallDelta]) -> Generated:
         (part,) = chat.messages[-1].parts
         assert isinstance(part, TextPart)
         words = part.text.split()
@@ -58,13 +58,17 @@ class Hum(Actor):
             await audio.send(AudioChunk(np.full(10 * len(delta.text), 0.25, np.float32), 24000))
 
 
-def parrot_plan(inputs: Collection[str] = ("chat", "speech"), outputs: Collection[str] = ("text", "audio")) -> Plan:
+def parrot_plan(
+    inputs: Collection[str] = ("chat", "speech"), outputs: Collection[str] = ("text", "tool_calls", "audio")
+) -> Plan:
     """Parrot and Hum in the process of the runtime, with some of the ends that ming_omni has."""
     graph = Graph("parrot")
     if "chat" in inputs:
         parrot = graph.stage("parrot", Parrot)
         graph.input(chat=parrot)
         graph.output(text=parrot["text"], usage=parrot["result"])
+        if "tool_calls" in outputs:
+            graph.output(tool_calls=parrot["tool_calls"])
     if "audio" in outputs:
         hum = graph.stage("hum", Hum)
         graph.output(audio=hum)
@@ -126,11 +130,12 @@ class Submission:
 
 
 class ScriptedRuntime:
-    """Gives every request the same `script`; where there is a `refusal`, `submit` raises it."""
+    """Gives every request the same `script`, or the next of `scripts`; with a `refusal`, `submit` raises it."""
 
     def __init__(self, script: Sequence[Step] = HELLO, plan: Plan | None = None) -> None:
         self.plan = plan or parrot_plan()
         self.script = script
+        self.scripts: list[Sequence[Step]] = []
         self.refusal: Exception | None = None
         self.state: State = "ready"
         self.stages = (stage_status("thinker", "host0"), stage_status("talker", "host1"))
@@ -152,7 +157,7 @@ class ScriptedRuntime:
         wanted = frozenset(outputs or ())
         assert entry in self.plan.inputs and wanted and wanted <= set(self.plan.outputs_of(entry))
         self.submissions.append(Submission(entry, value, wanted, options, deadline_s, request_id))
-        self.replies.append(ScriptedReply(self.script, wanted))
+        self.replies.append(ScriptedReply(self.scripts.pop(0) if self.scripts else self.script, wanted))
         return self.replies[-1]
 
     def status(self) -> RuntimeStatus:
