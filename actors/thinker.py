@@ -9,20 +9,29 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from actors.answer_grammar import AnswerGrammar, answer_grammar
 from actors.catalogue import PACKAGED
 from actors.roles import ThinkerRole
 from actors.tokenizer import load_tokenizer
+from actors.tool_format import HERMES
 from omniflow.actor import Context, Emit
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
-from omniflow.errors import InvalidInputError, WeightsError
+from omniflow.errors import InvalidInputError, StartError, UnsupportedError, WeightsError
 from omniflow.media import Generated, Options, TokenPrompt, Tokens
 from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
     import torch
+    from tokenizers import Tokenizer
+
+    from omniflow.engine.grammar import Grammars
 
 MAX_TEMPERATURE = 5.0
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+MAX_BIASES = 1024
+MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 SEEDS = range(-(2**63), 2**64)
 """What a torch generator takes."""
@@ -35,6 +44,9 @@ class Thinker(ThinkerRole):
     first two are those that SmolLM2's authors recommend. `kv_tokens` bounds the tokens of all running requests
     together, `max_running` and `max_waiting` the number of requests; beyond them OverloadedError (429). With a `seed` a
     request draws the same tokens alone and in any batch.
+
+    An answer that a request wants as JSON, or as calls of tools, is held to it while it is written
+    (actors/answer_grammar.py): it is whole and follows its schema, unless `max_tokens` cut it.
     """
 
     heavy = True
@@ -68,6 +80,8 @@ class Thinker(ThinkerRole):
         """Raises WeightsError where the model cannot be loaded."""
         folder = self._weights.path()
         self._defaults = msgspec.structs.replace(self._defaults, stop_token_ids=end_token_ids(folder))
+        self._tokenizer = await self.offload(load_tokenizer, folder)
+        self._grammars = await self.offload(_grammars, self._tokenizer, folder, self._defaults.stop_token_ids)
         self._loop = EngineLoop(functools.partial(self._build, folder))
         await self._loop.setup()
 
@@ -82,6 +96,7 @@ class Thinker(ThinkerRole):
             id=ctx.run_id,
             ids=prompt.ids,
             sampling=sampling_for(ctx.options, self._defaults),
+            grammar=await self._grammar(ctx.options),
             stop=ctx.options.stop,
             embeds=_rows(prompt),
             positions=prompt.positions,
@@ -92,32 +107,72 @@ class Thinker(ThinkerRole):
             async for output in outputs:
                 count += len(output.ids)
                 if output.ids:
-                    await emit.send(Tokens(output.ids))
+                    await emit.send(Tokens(output.ids, output.logprobs))
                 if output.finish_reason == "length":
                     reason = "length"
         return Generated(reason, len(prompt.ids), count)
+
+    async def _grammar(self, options: Options) -> str | None:
+        """What the answer is held to, ready for the engine."""
+        if options.json_schema is None and not options.tools and options.tool_choice == "auto":
+            return None
+        answer = await self.offload(answer_grammar, options, HERMES)
+        if answer is None:
+            return None
+        if self._grammars is None:
+            raise UnsupportedError("this model cannot be held to a schema: its tokens are no bytes", param=answer.param)
+        await self.offload(_compile, self._grammars, answer)
+        return answer.text
 
     def _build(self, folder: Path) -> Engine:
         # Imports torch, so not at the top: a graph is checked and explained without it.
         from omniflow.engine.transformers import load_engine
 
-        decode = load_tokenizer(folder).decode
-        return load_engine(folder, decode=decode, device=self._device, threads=self._threads, **self._limits)
+        return load_engine(
+            folder,
+            decode=self._tokenizer.decode,
+            grammars=self._grammars,
+            device=self._device,
+            threads=self._threads,
+            **self._limits,
+        )
+
+
+_SAMPLED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "top_logprobs",
+)
+"""Fields that `Options` and `Sampling` have in common."""
 
 
 def sampling_for(options: Options, defaults: Sampling) -> Sampling:
     """How to draw for a request with `options`. Raises InvalidInputError that names the field and what would pass."""
-    asked = {
-        name: value
-        for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")
-        if (value := msgspec.structs.asdict(options)[name]) is not None
-    }
-    sampling = msgspec.structs.replace(defaults, **asked)
+    wanted = msgspec.structs.asdict(options)
+    sampling = msgspec.structs.replace(
+        defaults, **{name: wanted[name] for name in _SAMPLED if wanted[name] is not None}
+    )
     _require(0 <= sampling.temperature <= MAX_TEMPERATURE, "temperature", f"from 0 to {MAX_TEMPERATURE:g}")
     _require(0 < sampling.top_p <= 1, "top_p", "above 0 and at most 1")
     _require(sampling.top_k >= 0, "top_k", "0 (no limit) or more")
     _require(sampling.max_tokens >= 1, "max_tokens", "1 or more")
     _require(sampling.seed is None or sampling.seed in SEEDS, "seed", "a 64-bit integer")
+    for name in ("frequency_penalty", "presence_penalty"):
+        _require(-MAX_PENALTY <= wanted[name] <= MAX_PENALTY, name, f"from -{MAX_PENALTY:g} to {MAX_PENALTY:g}")
+    biases = sampling.logit_bias
+    _require(
+        len(biases) <= MAX_BIASES and all(-MAX_BIAS <= bias <= MAX_BIAS for _, bias in biases),
+        "logit_bias",
+        f"at most {MAX_BIASES} tokens, each with a number from -{MAX_BIAS:g} to {MAX_BIAS:g}",
+    )
+    top = sampling.top_logprobs
+    _require(top is None or 0 <= top <= MAX_TOP_LOGPROBS, "top_logprobs", f"from 0 to {MAX_TOP_LOGPROBS}")
     _require(len(options.stop) <= MAX_STOPS and all(options.stop), "stop", f"at most {MAX_STOPS} strings, none empty")
     return sampling
 
@@ -143,6 +198,28 @@ def end_token_ids(folder: Path) -> frozenset[int]:
 def _require(good: bool, param: str, wanted: str) -> None:
     if not good:
         raise InvalidInputError(f"{param} must be {wanted}", param=param)
+
+
+def _grammars(tokenizer: Tokenizer, folder: Path, end_ids: frozenset[int]) -> Grammars | None:
+    """None where the tokenizer is of a kind that no grammar can be applied to."""
+    from omniflow.engine.grammar import Grammars
+
+    config = msgspec.json.decode((folder / "config.json").read_bytes())
+    try:
+        return Grammars(tokenizer.to_str(), config.get("text_config", config)["vocab_size"], end_ids)
+    except StartError:
+        return None
+
+
+def _compile(grammars: Grammars, answer: AnswerGrammar) -> None:
+    """Raises InvalidInputError that names the part of the request which cannot be followed, and why."""
+    from omniflow.engine.grammar import check_grammar
+
+    if answer.text in grammars:
+        return
+    for part in answer.parts:
+        check_grammar(part.text, part.what, part.param)
+    grammars.compile(answer.text, answer.param)
 
 
 def _rows(prompt: TokenPrompt) -> torch.Tensor | None:

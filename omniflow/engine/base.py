@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from omniflow.errors import RequestError
+from omniflow.media import TokenLogprob
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,6 +25,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary.
 
     With a `seed` a request draws the same tokens alone and in any batch.
+
+    `logit_bias` (token, what is added to its logit) and the penalties change the logits before the temperature does:
+    a token that was generated n times loses n * `frequency_penalty`, and `presence_penalty` once. With `top_logprobs`
+    n, outputs have `logprobs`, each with the n likeliest tokens in its place.
     """
 
     temperature: float = 0.0
@@ -51,6 +58,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     positions: tuple[int, ...] = ()
     open: bool = False
     later_codes: Sampling | None = None
+    grammar: str | None = None
+    """The text of the answer follows this grammar (`grammar.py`), and is whole unless it is cut by `max_tokens`."""
 
 
 class EngineOutput(msgspec.Struct, frozen=True):
@@ -58,13 +67,17 @@ class EngineOutput(msgspec.Struct, frozen=True):
 
     An engine with a frame head gives `frames` int64 [num_steps, num_codes], on the engine's device, and no `ids`; the
     step that ends is not among them, and with the last output they may be None.
+
+    `logprobs` are those of `ids` where the request asked for them, by the model's own distribution: before temperature,
+    biases, penalties and masks. A request that cannot go on has an `error`, with finish_reason 'abort'.
     """
 
     id: str
     ids: tuple[int, ...]
     finish_reason: Literal["stop", "length", "abort"] | None = None
-    logprobs: tuple[float, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     frames: torch.Tensor | None = None
+    error: RequestError | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -209,7 +209,11 @@ class EngineLoop:
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             generation = self._generations.get(output.id)
-            if generation is not None and not generation.finished:  # a refused one still gets its 'abort'
+            if generation is None or generation.finished:  # a refused one still gets its 'abort'
+                continue
+            if output.error is not None:
+                generation.fail(output.error.with_traceback(None))
+            else:
                 generation.put(output)
 
     def _refuse(self, request_id: str, error: RequestError) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,10 @@ from torch import nn
 from transformers import AttentionInterface
 
 from omniflow.engine.base import EngineRequest
-from omniflow.engine.sampling import generator_for
+from omniflow.engine.sampling import Sampler
+
+if TYPE_CHECKING:
+    from omniflow.engine.grammar import Matcher
 
 ATTENTION = "omniflow_by_request"
 
@@ -46,9 +49,12 @@ class KeyValues:
 
 
 class Row:
-    """One request on its way: its inputs (prompt, fed rows, then its own tokens) and how far they are computed."""
+    """One request on its way: its inputs (prompt, fed rows, then its own tokens) and how far they are computed.
 
-    def __init__(self, request: EngineRequest, num_layers: int, capacity: int) -> None:
+    `matcher` is where its answer stands in the request's grammar.
+    """
+
+    def __init__(self, request: EngineRequest, num_layers: int, capacity: int, matcher: Matcher | None = None) -> None:
         self.id = request.id
         self.sampling = request.sampling
         self.stop = request.stop
@@ -61,12 +67,28 @@ class Row:
         self.generated: list[int] = []
         self.computed = 0
         self.cache = KeyValues(num_layers, capacity)
-        self.generator = generator_for(request.sampling)
+        self._sampler = Sampler(request.sampling)
+        self._matcher = matcher
+        self._ends = torch.tensor(sorted(request.sampling.stop_token_ids), dtype=torch.long)
 
     @property
     def available(self) -> int:
         """Inputs that can be computed now. The last one of an open request waits: its output may be the first token."""
         return len(self.ids) - self.computed - self.open
+
+    @property
+    def complete(self) -> bool:
+        """True where the grammar lets nothing follow."""
+        return self._matcher is not None and self._matcher.ended
+
+    def draw(self, logits: torch.Tensor) -> int:
+        """The next token, or one of the stop tokens. Raises InvalidInputError where the grammar is too complex."""
+        if self._matcher is None:
+            return self._sampler.next(logits)
+        token = self._sampler.next(logits, self._matcher.allowed(self._ends))
+        if token not in self.sampling.stop_token_ids:
+            self._matcher.advance(token)
+        return token
 
     def feed(self, rows: torch.Tensor) -> None:
         """Append input embeddings [n, hidden]."""

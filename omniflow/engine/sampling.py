@@ -6,9 +6,12 @@ unless it is greedy: what other requests do in the same step cannot change it.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from omniflow.engine.base import Sampling
+from omniflow.media import TokenLogprob
 
 NUCLEUS = 256
 """Candidates that nearly every nucleus fits in; finding them costs 0.1 ms of 49152, sorting all of them 3.5 ms."""
@@ -44,9 +47,46 @@ def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -
     return _pick(probs, generator)
 
 
-def logprob(logits: torch.Tensor, token: int) -> float:
-    """Natural logarithm of the probability that the model itself, before any filter, gives `token`."""
-    return float(logits[token] - torch.logsumexp(logits, dim=-1))
+class Sampler:
+    """Draws the tokens of one request, one after the other, each under the penalties for those before it.
+
+    A request that asks for neither biases, penalties nor a mask costs what `draw` costs, and gets the same bits.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._generator = generator_for(sampling)
+        self._biased = torch.tensor([token for token, _ in sampling.logit_bias], dtype=torch.long)
+        self._bias = torch.tensor([bias for _, bias in sampling.logit_bias], dtype=torch.float32)
+        self._penalized = bool(sampling.frequency_penalty or sampling.presence_penalty)
+        self._counts: Counter[int] = Counter()
+
+    def next(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> int:
+        """The next token from `logits`, float32 [vocab] on the CPU, which stay as they are.
+
+        `allowed`, bool [vocab], has at least one token that may be drawn; None: all of them.
+        """
+        token = draw(self._changed(logits, allowed), self._sampling, self._generator)
+        if self._penalized:
+            self._counts[token] += 1
+        return token
+
+    def _changed(self, logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
+        if len(self._biased):
+            logits = logits.index_add(0, self._biased, self._bias)
+        if self._counts:
+            tokens = torch.tensor(list(self._counts))
+            counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
+            loss = counts * self._sampling.frequency_penalty + self._sampling.presence_penalty
+            logits = logits.index_add(0, tokens, loss, alpha=-1)
+        return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
+
+
+def token_logprob(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
+    """How likely the model itself, before any filter, finds `token`, and which `num_top` tokens it finds likeliest."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    values, ids = torch.topk(logprobs, min(num_top, len(logprobs)))
+    return TokenLogprob(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -59,5 +99,6 @@ def _pick(probs: torch.Tensor, generator: torch.Generator) -> int:
     """An index, drawn in proportion to `probs` (which need not sum to 1) by one uniform number."""
     sums = torch.cumsum(probs, dim=-1, dtype=torch.float64)
     point = torch.rand((), generator=generator, dtype=torch.float64) * sums[-1]
-    # Rounding can put the point on the very end, which is beyond the last index.
-    return min(int(torch.searchsorted(sums, point, right=True)), len(probs) - 1)
+    index = int(torch.searchsorted(sums, point, right=True))
+    # Rounding can put the point on the very end: that is the last index whose probability is not 0.
+    return index if index < len(probs) else int(torch.searchsorted(sums, sums[-1]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -21,15 +21,20 @@ from transformers.utils.logging import disable_progress_bar
 from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling
 from omniflow.engine.linear import pack_linears
 from omniflow.engine.rows import ATTENTION, Row, Span
-from omniflow.engine.sampling import draw, logprob
+from omniflow.engine.sampling import token_logprob
 from omniflow.errors import (
     ContextLengthError,
     InvalidInputError,
     OverloadedError,
     ProtocolError,
+    RequestError,
     StartError,
+    UnsupportedError,
     WeightsError,
 )
+
+if TYPE_CHECKING:
+    from omniflow.engine.grammar import Grammars, Matcher
 
 Decode = Callable[[list[int]], str]
 
@@ -40,7 +45,7 @@ class TransformersEngine:
     `kv_tokens` bounds the positions that all running requests reserve together, `max_running` and `max_waiting` their
     number, `chunk` the inputs of one request read in a step: 64 cost 8 % more per token than 256, and hold up the
     tokens of others by 0.14 s instead of 0.5 s (135M parameters, one core). `decode` turns ids into text and is needed
-    for `stop` strings. Raises StartError for a model with other kinds of attention.
+    for `stop` strings, `grammars` for requests with a grammar. Raises StartError for other kinds of attention.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class TransformersEngine:
         model: PreTrainedModel,
         *,
         decode: Decode | None = None,
+        grammars: Grammars | None = None,
         max_running: int = 8,
         max_waiting: int = 64,
         kv_tokens: int = 16384,
@@ -62,6 +68,10 @@ class TransformersEngine:
         self._limit: int = min(config.max_position_embeddings, kv_tokens)
         """Tokens that one request can have, prompt and answer together."""
         self._decode = decode
+        size = self._embedding.num_embeddings
+        if grammars is not None and grammars.num_tokens != size:
+            raise StartError(f"the model has {size} tokens, the grammars are for one of {grammars.num_tokens}")
+        self._grammars = grammars
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._kv_tokens = kv_tokens
@@ -78,7 +88,7 @@ class TransformersEngine:
                 f"{len(self._waiting)} generations are waiting already", request_id=request.id, retry_after_s=1.0
             )
         capacity = self._capacity(len(request.ids), request.sampling)
-        self._waiting.append(Row(request, self._num_layers, capacity))
+        self._waiting.append(Row(request, self._num_layers, capacity, self._matcher(request)))
 
     def feed(self, request_id: str, rows: torch.Tensor, done: bool) -> None:
         """Append input embeddings [n, hidden]; `done` lets it generate. A request that has ended is ignored.
@@ -142,6 +152,7 @@ class TransformersEngine:
             raise ProtocolError(
                 f"a token id is outside of the vocabulary of {self._embedding.num_embeddings}", request_id=request.id
             )
+        self._check_bias(request)
         if request.embeds is not None:
             self._check_rows(request.id, request.embeds)
         num_rows = 0 if request.embeds is None else len(request.embeds)
@@ -157,6 +168,23 @@ class TransformersEngine:
             raise ProtocolError(
                 f"embeddings of shape {list(rows.shape)}; this model takes [n, {width}]", request_id=request_id
             )
+
+    def _check_bias(self, request: EngineRequest) -> None:
+        size = self._embedding.num_embeddings
+        for token, _ in request.sampling.logit_bias:
+            if not 0 <= token < size:
+                raise InvalidInputError(
+                    f"logit_bias names the token {token}; this model has those from 0 to {size - 1}",
+                    request_id=request.id,
+                    param="logit_bias",
+                )
+
+    def _matcher(self, request: EngineRequest) -> Matcher | None:
+        if request.grammar is None:
+            return None
+        if self._grammars is None:
+            raise UnsupportedError("this engine was started without grammars", request_id=request.id)
+        return self._grammars.matcher(request.grammar)
 
     def _check_length(self, request_id: str, length: int) -> None:
         limit = self._limit - 1
@@ -244,7 +272,10 @@ class TransformersEngine:
             row = span.row
             row.computed = span.end
             if row.computed == len(row.ids) and not row.open:
-                output = self._advance(row, row_logits)
+                try:
+                    output = self._advance(row, row_logits)
+                except RequestError as error:  # ends this request; the others of the step go on
+                    output = EngineOutput(row.id, (), "abort", error=error)
                 outputs.append(output)
                 if output.finish_reason:
                     self._running.remove(row)
@@ -252,17 +283,19 @@ class TransformersEngine:
 
     def _advance(self, row: Row, logits: torch.Tensor) -> EngineOutput:
         """Draw the next token of `row` and say what became of it."""
-        token = draw(logits, row.sampling, row.generator)
+        token = row.draw(logits)
         if token in row.sampling.stop_token_ids:
             return EngineOutput(row.id, (), "stop")
         row.generated.append(token)
         row.ids.append(token)
         reason: Literal["stop", "length"] | None = None
-        if self._stops(row):
+        if row.complete or self._stops(row):
             reason = "stop"
         elif len(row.generated) >= row.sampling.max_tokens or len(row.ids) >= row.cache.capacity:
             reason = "length"
-        return EngineOutput(row.id, (token,), reason, (logprob(logits, token),))
+        top = row.sampling.top_logprobs
+        logprobs = () if top is None else (token_logprob(logits, token, top),)
+        return EngineOutput(row.id, (token,), reason, logprobs)
 
     def _stops(self, row: Row) -> bool:
         if not row.stop or self._decode is None:
@@ -285,6 +318,7 @@ def load_engine(
     folder: Path,
     *,
     decode: Decode | None = None,
+    grammars: Grammars | None = None,
     device: str = "cpu",
     threads: int = 1,
     max_running: int = 8,
@@ -303,7 +337,7 @@ def load_engine(
     for parameter in model.parameters():  # what is left lies in the mapped file, which is 0.5 GB of resident memory
         parameter.data = parameter.data.clone()
     return TransformersEngine(
-        model, decode=decode, max_running=max_running, max_waiting=max_waiting, kv_tokens=kv_tokens
+        model, decode=decode, grammars=grammars, max_running=max_running, max_waiting=max_waiting, kv_tokens=kv_tokens
     )
 
 

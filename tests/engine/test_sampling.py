@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omniflow.engine.base import Sampling
-from omniflow.engine.sampling import NUCLEUS, draw, generator_for, logprob
+from omniflow.engine.sampling import NUCLEUS, Sampler, draw, generator_for, token_logprob
 
 PROBS = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
 LOGITS = PROBS.log()
@@ -90,5 +90,82 @@ def test_one_random_number_a_token_and_always_a_token(
     assert torch.equal(generator.get_state(), reference.get_state())
 
 
-def test_logprob_is_that_of_the_model() -> None:
-    assert logprob(LOGITS + 3, 3) == pytest.approx(float(PROBS[3].log()), abs=1e-5)
+def test_a_point_on_the_very_end_is_the_last_token_that_may_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(1.0, dtype=torch.float64))
+    logits = torch.tensor([0.0, 1.0, -torch.inf, -torch.inf])
+    assert draw(logits, Sampling(temperature=1.0), generator_for(Sampling())) == 1
+
+
+def by_the_book(
+    logits: torch.Tensor, generated: list[int], frequency: float, presence: float, bias: dict[int, float]
+) -> torch.Tensor:
+    """OpenAI's definition, token by token: mu[j] - c[j] * frequency - (c[j] > 0) * presence, and the bias."""
+    changed = [
+        float(mu) + bias.get(j, 0.0) - generated.count(j) * frequency - (j in generated) * presence
+        for j, mu in enumerate(logits)
+    ]
+    return torch.tensor(changed)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    frequency=st.floats(-2, 2),
+    presence=st.floats(-2, 2),
+    bias=st.dictionaries(st.integers(0, 11), st.floats(-100, 100)),
+)
+def test_penalties_and_biases_are_those_of_the_book(
+    seed: int, frequency: float, presence: float, bias: dict[int, float]
+) -> None:
+    randoms = torch.Generator().manual_seed(seed)
+    sampling = Sampling(frequency_penalty=frequency, presence_penalty=presence, logit_bias=tuple(bias.items()))
+    sampler, generated = Sampler(sampling), list[int]()
+    for _ in range(12):
+        logits = torch.randn(12, generator=randoms) * 3
+        before = logits.clone()
+        expected = by_the_book(logits, generated, frequency, presence, bias)
+        token = sampler.next(logits)
+        assert float(expected[token]) == pytest.approx(float(expected.max()), abs=1e-3)
+        assert torch.equal(logits, before)
+        generated.append(token)
+
+
+def test_a_sampler_without_extras_draws_the_same_bits() -> None:
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=4)
+    sampler, generator = Sampler(sampling), generator_for(sampling)
+    randoms = torch.Generator().manual_seed(1)
+    for _ in range(50):
+        logits = torch.randn(200, generator=randoms)
+        assert sampler.next(logits) == draw(logits, sampling, generator)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.5}, {"temperature": 1.0, "top_k": 5}, {"temperature": 1.0, "top_p": 0.3}]
+)
+def test_a_mask_is_never_broken_and_its_only_token_is_drawn(sampling: dict[str, float]) -> None:
+    sampler = Sampler(Sampling(seed=0, logit_bias=((7, 100.0),), **sampling))
+    allowed = torch.zeros(50, dtype=torch.bool)
+    allowed[[3, 20, 31]] = True
+    for _ in range(100):
+        assert sampler.next(torch.randn(50), allowed) in (3, 20, 31)
+    only = torch.zeros(50, dtype=torch.bool)
+    only[49] = True
+    assert sampler.next(torch.full((50,), 5.0), only) == 49
+
+
+def test_biases_of_100_force_and_forbid() -> None:
+    logits = torch.randn(50)
+    wanted = Sampler(Sampling(temperature=1.0, logit_bias=((9, 100.0),)))
+    assert {wanted.next(logits) for _ in range(50)} == {9}
+    likeliest = int(logits.argmax())
+    unwanted = Sampler(Sampling(temperature=1.0, logit_bias=((likeliest, -100.0),)))
+    assert likeliest not in {unwanted.next(logits) for _ in range(200)}
+
+
+def test_logprobs_are_those_of_the_model() -> None:
+    found = token_logprob(LOGITS + 3, 3, 2)
+    assert found.id == 3
+    assert found.logprob == pytest.approx(float(PROBS[3].log()), abs=1e-5)
+    assert [token for token, _ in found.top] == [1, 3]
+    assert [value for _, value in found.top] == pytest.approx([float(PROBS[1].log()), float(PROBS[3].log())], abs=1e-5)
+    assert token_logprob(LOGITS, 0, 0).top == ()
+    assert len(token_logprob(LOGITS, 0, 20).top) == len(LOGITS)

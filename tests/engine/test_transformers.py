@@ -156,14 +156,50 @@ def test_stop_string_across_tokens_ends_the_request() -> None:
     assert outputs[-1].finish_reason == "stop"
 
 
-def test_logprobs_are_those_of_the_plain_model() -> None:
+@pytest.mark.parametrize(
+    "extras", [{}, {"temperature": 2.0, "seed": 1, "presence_penalty": 2.0}], ids=["plain", "drawn"]
+)
+def test_logprobs_are_those_of_the_plain_model_whatever_was_asked_of_the_draw(extras: dict[str, float]) -> None:
     model, ids = plain(LLAMA), prompt(12)
-    outputs = run(engine_on(LLAMA), [request("a", ids, max_tokens=3)])["a"]
+    asked = request("a", ids, max_tokens=5, top_logprobs=4, logit_bias=((3, 50.0), (4, -50.0)), **extras)
+    outputs = run(engine_on(LLAMA), [asked])["a"]
     tokens = ids_of(outputs)
     with torch.no_grad():
-        expected = torch.log_softmax(model(torch.tensor([ids + tokens])).logits[0], dim=-1)
-    for i, output in enumerate(outputs):
-        assert output.logprobs[0] == pytest.approx(float(expected[len(ids) - 1 + i, tokens[i]]), abs=1e-4)
+        expected = torch.log_softmax(model(torch.tensor([ids + tokens])).logits[0], dim=-1)[len(ids) - 1 :]
+    for token, logprobs, output in zip(tokens, expected, outputs, strict=False):
+        (found,) = output.logprobs
+        assert (found.id, found.logprob) == (token, pytest.approx(float(logprobs[token]), abs=1e-4))
+        values, top = logprobs.topk(4)
+        assert [id for id, _ in found.top] == top.tolist()
+        assert [value for _, value in found.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_logprobs_come_only_where_they_are_asked_for() -> None:
+    outputs = run(engine_on(LLAMA), [request("a", prompt(5)), request("b", prompt(5), top_logprobs=0)])
+    assert all(output.logprobs == () for output in outputs["a"])
+    assert [len(output.logprobs[0].top) for output in outputs["b"]] == [0] * 8
+
+
+def test_a_bias_on_a_token_that_the_model_does_not_have_is_refused() -> None:
+    engine = engine_on(LLAMA)
+    for token in (-1, VOCAB):
+        with pytest.raises(
+            InvalidInputError, match=f"the token {token}; this model has those from 0 to {VOCAB - 1}"
+        ) as raised:
+            engine.start(request("a", prompt(3), logit_bias=((5, 1.0), (token, 1.0))))
+        assert raised.value.param == "logit_bias"
+    assert len(ids_of(run(engine, [request("a", prompt(3), logit_bias=((VOCAB - 1, 1.0),))])["a"])) == 8
+
+
+def test_penalties_and_biases_change_their_own_row_only() -> None:
+    plain_ones = [request(str(number), prompt(5 + number, number), temperature=1.0, seed=number) for number in range(3)]
+    changed = request(
+        "x", prompt(9), frequency_penalty=2.0, presence_penalty=2.0, logit_bias=((1, 4.0),), max_tokens=30
+    )
+    alone = {each.id: run(engine_on(LLAMA), [each])[each.id] for each in [*plain_ones, changed]}
+    assert run(engine_on(LLAMA), [plain_ones[0], changed, *plain_ones[1:]]) == alone
+    repeated = ids_of(run(engine_on(LLAMA), [request("x", prompt(9), max_tokens=30)])["x"])
+    assert len(set(ids_of(alone["x"]))) > len(set(repeated))
 
 
 def test_embeddings_take_the_place_of_tokens() -> None:
@@ -352,7 +388,7 @@ def test_seeds_give_the_same_tokens_alone_and_in_a_batch_on_the_real_model(smoll
         request(str(seed), [1, 9690, 198] + prompt(length, seed), seed=seed, max_tokens=10, **options)
         for seed, (length, options) in enumerate(
             [
-                (10, {"temperature": 1.0}),
+                (10, {"temperature": 1.0, "top_logprobs": 3}),
                 (35, {"temperature": 0.7, "top_p": 0.9}),
                 (2, {"temperature": 1.3, "top_k": 40}),
                 (70, {"temperature": 0.0}),
@@ -364,6 +400,6 @@ def test_seeds_give_the_same_tokens_alone_and_in_a_batch_on_the_real_model(smoll
     assert {id: ids_of(outputs) for id, outputs in together.items()} == {
         id: ids_of(outputs) for id, outputs in alone.items()
     }
-    assert [output.logprobs for output in together["0"]] == [output.logprobs for output in alone["0"]]
+    assert together["0"] == alone["0"], "log-probabilities, too"
     assert run(smollm2, requests[:1])["0"] == alone["0"], "the same seed, the same tokens, again"
     assert VOCAB < max(max(ids_of(outputs)) for outputs in together.values())

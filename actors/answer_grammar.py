@@ -1,0 +1,172 @@
+"""The grammar of an answer: what the options of a request hold a model to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+import msgspec
+
+from actors.tool_format import ToolFormat
+from omniflow.errors import InvalidInputError
+from omniflow.media import Options, Tool
+
+MAX_CHARS = 1 << 17
+"""Of all schemas of a request together: OpenAI takes 120,000."""
+MAX_CALLS = 16
+"""In one answer that has to consist of calls, so that it ends."""
+MAX_MULTIPLE = 10_000
+"""`multipleOf` becomes an automaton of so many states: 10,000 take 30 ms to compile, 1,000,000 take 5 s."""
+BLANKS = r"( |\n {0,32})"
+"""White space that may stand between two tokens of JSON: a model that likes blanks cannot go on with them for ever."""
+
+
+class Part(NamedTuple):
+    """A schema of a request as a rule, what its author calls it, and the field that it came in."""
+
+    rule: str
+    what: str
+    param: str
+
+    @property
+    def text(self) -> str:
+        """A grammar of this rule alone."""
+        return _grammar(f"start: {self.rule}")
+
+
+class AnswerGrammar(NamedTuple):
+    """A grammar (omniflow/engine/grammar.py), the schemas that it is made of, and the field that asks for it."""
+
+    text: str
+    parts: tuple[Part, ...]
+    param: str
+
+
+def answer_grammar(options: Options, tool_format: ToolFormat) -> AnswerGrammar | None:
+    """What an answer to a request with `options` has to be; None where it is free.
+
+    With `tool_choice` "required" it consists of calls. With `json_schema` it is such JSON, or calls where there are
+    tools. Otherwise, where a tool is strict, it is text in which calls follow the schemas of their tools. Keywords that
+    cannot be followed are ignored in the schemas of tools that are not strict.
+
+    Raises InvalidInputError for what is no schema, and for a choice that the tools do not have.
+    """
+    tools = _callable(options)
+    calls = [_arguments(tool) for tool in tools]
+    many = options.parallel_tool_calls and options.tool_name is None
+    if options.tool_choice == "required":
+        return _joined("tools", "calls", calls, _called(tools, calls, many, tool_format))
+    if options.json_schema is not None:
+        answer = Part(_json_rule(_object(options.json_schema, "the schema", _RESPONSE)), "the schema", _RESPONSE)
+        lines = [f"answer: {answer.rule}"]
+        if not tools:
+            return _joined(_RESPONSE, "answer", [answer], lines)
+        lines += _called(tools, calls, many, tool_format)
+        return _joined(_RESPONSE, "answer | calls", [answer, *calls], lines)
+    if any(tool.strict for tool in tools):
+        return _joined("tools", "text", calls, _in_text(tools, calls, many, tool_format))
+    return None
+
+
+_RESPONSE = "response_format"
+
+
+def _joined(param: str, start: str, parts: list[Part], lines: list[str]) -> AnswerGrammar:
+    text = _grammar(f"start: {start}", *lines)
+    if len(text) > MAX_CHARS:
+        raise InvalidInputError(
+            f"the schemas of a request may have {MAX_CHARS} characters together; these have {len(text)}", param=param
+        )
+    return AnswerGrammar(text, tuple(parts), param)
+
+
+def _grammar(*lines: str) -> str:
+    return "\n".join(["%llguidance {}", *lines, ""])
+
+
+def _called(tools: list[Tool], calls: list[Part], many: bool, tool_format: ToolFormat) -> list[str]:
+    """The rule `calls`: nothing but calls, at least one."""
+    begin = _json(tool_format.begin)
+    more = f' ("\\n" {begin} call){{0,{MAX_CALLS - 1}}}' if many else ""
+    return [f"calls: {begin} call{more}", *_call(tools, calls, tool_format)]
+
+
+def _in_text(tools: list[Tool], calls: list[Part], many: bool, tool_format: ToolFormat) -> list[str]:
+    """The rule `text`: any text, in which what begins a call goes on as one."""
+    return [
+        f"text: (begun call){'*' if many else '?'} ANYTHING",
+        f"begun[lazy]: ANYTHING {_json(tool_format.begin)}",
+        r"ANYTHING: /(.|\n)*/",
+        *_call(tools, calls, tool_format),
+    ]
+
+
+def _call(tools: list[Tool], calls: list[Part], tool_format: ToolFormat) -> list[str]:
+    """The rule `call`: a call after what begins it. Arguments are schemas of their own, so that "#/$defs" is theirs."""
+    lines = ["call: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
+    for number, (tool, arguments) in enumerate(zip(tools, calls, strict=True)):
+        opening = tool_format.opening(tool.name).removeprefix(tool_format.begin)
+        lines.append(f"call_{number}: {_json(opening)} {arguments.rule} {_json(tool_format.closing)}")
+    return lines
+
+
+def _callable(options: Options) -> list[Tool]:
+    """The tools that this request lets a model call."""
+    if options.tool_choice == "none":
+        return []
+    if options.tool_choice == "auto":
+        return list(options.tools)
+    chosen = [tool for tool in options.tools if options.tool_name in (None, tool.name)]
+    if not chosen:
+        missing = f"no tool is named {options.tool_name!r}" if options.tool_name else "there are no tools"
+        raise InvalidInputError(f"tool_choice wants a call, but {missing}", param="tool_choice")
+    return chosen
+
+
+def _arguments(tool: Tool) -> Part:
+    what = f"the parameters of the tool {tool.name!r}"
+    schema = _object(tool.parameters, what, "tools")
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise InvalidInputError(f'{what} must be the schema of an object: "type": "object"', param="tools")
+    return Part(_json_rule({**schema, "type": "object"}, lenient=not tool.strict), what, "tools")
+
+
+def _object(text: str, what: str, param: str) -> dict[str, Any]:
+    """The schema in `text`; an empty one takes any object."""
+    try:
+        schema = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidInputError(f"{what} cannot be read: {error}", param=param) from error
+    if not isinstance(schema, dict):
+        raise InvalidInputError(f"{what} must be a JSON object", param=param)
+    multiple = math.lcm(*_multiples(schema))
+    if multiple > MAX_MULTIPLE:
+        raise InvalidInputError(
+            f"{what}: the least common multiple of all multipleOf may be {MAX_MULTIPLE}; here it is {multiple}",
+            param=param,
+        )
+    return schema or {"type": "object"}
+
+
+def _multiples(value: Any) -> Iterator[int]:
+    """The digits of every `multipleOf` in a schema, as integers."""
+    if isinstance(value, dict):
+        number = value.get("multipleOf")
+        if isinstance(number, int | float) and number > 0:
+            yield int("".join(map(str, Decimal(str(number)).as_tuple().digits)).rstrip("0") or "1")
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _multiples(each)
+
+
+def _json_rule(schema: dict[str, Any], *, lenient: bool = False) -> str:
+    # What a schema says of llguidance itself is not its author's to say: it could lift what is promised here.
+    return "%json " + _json({**schema, "x-guidance": {"whitespace_pattern": BLANKS, "lenient": lenient}})
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
