@@ -55,6 +55,16 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shm_bytes: Annotated[int, Meta(ge=2**20, description="shared memory that one host may hold for its messages")] = (
         2**29
     )
+    device_pool_bytes: Annotated[
+        int,
+        Meta(
+            ge=0, description="GPU memory that one host may hold for tensors on their way; 0: they go through the host"
+        ),
+    ] = 2**28
+    between_gpus: Annotated[
+        Literal["nccl", "cuda_ipc"],
+        Meta(description="how tensors go between hosts on different GPUs; cuda_ipc where the GPUs reach each other"),
+    ] = "nccl"
     hot_window_us: Annotated[
         int,
         Meta(
@@ -164,8 +174,11 @@ def settings_of(actor: type[Actor]) -> dict[str, tuple[Any, Any]]:
 
 
 def arguments_of(stage: Stage) -> dict[str, Any]:
-    """What the stage's actor is made with: its settings, and the stage's `threads` and `device` where it takes them."""
-    fields = {"threads": stage.threads, "device": stage.device}
+    """What the stage's actor is made with: its settings, and the stage's `threads` and `device` where it takes them.
+
+    The device is `cpu` or `gpu`: a host's process sees its own GPUs alone.
+    """
+    fields = {"threads": stage.threads, "device": stage.device.partition(":")[0]}
     known = settings_of(stage.actor)
     return {name: value for name, value in fields.items() if name in known} | stage.settings
 

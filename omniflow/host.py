@@ -20,11 +20,13 @@ from typing import Any
 
 import anyio
 import anyio.abc
+import anyio.to_thread
 import msgspec
 
 from omniflow.actor import Actor, Context, Ports, ports_of
 from omniflow.batcher import Batcher
 from omniflow.config import RuntimeConfig, arguments_of
+from omniflow.devices import Gpus, cap_memory, gpus_of
 from omniflow.errors import (
     ActorBrokenError,
     ErrorInfo,
@@ -88,6 +90,7 @@ class HostSpec(msgspec.Struct, frozen=True):
     observe: Observe | None = None
     hot_window_s: float = 0.0
     uvloop: bool = False
+    gpus: Gpus = Gpus()
 
 
 def host_spec(
@@ -113,6 +116,7 @@ def host_spec(
         observe,
         hot_window_s,
         uvloop,
+        gpus_of(host),
     )
 
 
@@ -210,6 +214,12 @@ class Host:
                     visit.stop()
 
     async def _set_up(self) -> None:
+        if self.spec.gpus.cap_bytes:
+            try:
+                await anyio.to_thread.run_sync(cap_memory, self.spec.gpus, self.spec.stages)
+            except RuntimeError as error:  # of CUDA's: there is no such GPU, or it cannot be had
+                self._break(self.spec.stages[0].name, error)
+                return
         for stage in self.spec.stages:
             began = time.perf_counter()
             try:

@@ -13,6 +13,7 @@ import sys
 import anyio
 
 from omniflow.config import RuntimeConfig
+from omniflow.devices import Lanes
 from omniflow.errors import StartError
 from omniflow.host import Host, HostSpec
 from omniflow.messages import Beat
@@ -60,10 +61,17 @@ async def _serve(spec: HostSpec, connection: socket.socket) -> bool:
     host = Host(spec)
     types = {edge.id: edge.type for edge in spec.edges}
 
-    def link_to(peer: str, descriptor: int) -> Link:
-        return ArrowShmLink(peer, host, socket.socket(fileno=descriptor), memory, types)
+    lanes = Lanes(spec.name, spec.gpus, spec.edges)
+    home = "cuda" if spec.gpus.numbers else None
 
-    front = ArrowShmLink(FRONT, host, connection, memory, types)
+    def link_to(peer: str, descriptor: int) -> Link:
+        lane = lanes.to(peer)
+        link = ArrowShmLink(peer, host, socket.socket(fileno=descriptor), memory, types, lane=lane, home=home)
+        if lane is not None:
+            tasks.start_soon(lane.serve, link)
+        return link
+
+    front = ArrowShmLink(FRONT, host, connection, memory, types, home=home)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_beat, host, front, spec.beat_s)
         await host.serve(front, link_to)
@@ -72,6 +80,7 @@ async def _serve(spec: HostSpec, connection: socket.socket) -> bool:
         await front.flushed()
     for link in list(memory.links):
         link.close()
+    lanes.close()
     memory.close()
     return host.broken
 

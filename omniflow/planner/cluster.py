@@ -24,6 +24,8 @@ class Cluster(msgspec.Struct, frozen=True):
     memory_bytes: int
     gpus: tuple[Gpu, ...] = ()
     single_process: bool = False
+    unshared: str = ""
+    """Why processes cannot hand each other device memory here; empty where they can."""
 
 
 # Usable memory: what the driver leaves of the nominal size, less 4 % for contexts and fragmentation.

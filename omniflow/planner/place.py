@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from omniflow.config import RuntimeConfig
 from omniflow.errors import PlanError
 from omniflow.planner.cluster import Cluster
-from omniflow.planner.plan import FRONT, Plan, PlannedEdge, PlannedHost, Transport
+from omniflow.planner.plan import FRONT, Plan, PlannedEdge, PlannedHost, Transport, share_of, shares_of
 from omniflow.topology import CLIENT, Edge, GraphSpec, Restart, Stage, type_name
 
 _CPU = ("cpu",)
@@ -25,12 +26,22 @@ def plan(spec: GraphSpec, cluster: Cluster, config: RuntimeConfig | None = None)
     hosts = tuple(_host(group, why, devices, cluster) for group, why in groups)
     _refuse_over_memory(hosts, cluster)
     host_of = {name: host for host in hosts for name in host.stages}
+    rules = _Rules(config, cluster)
     edges = [
-        _planned_edge(number, edge, spec, host_of, config)
+        _planned_edge(number, edge, spec, host_of, rules)
         for number, edge in enumerate((*spec.inputs, *spec.edges, *spec.outputs))
         if edge.source not in spec.absent and edge.target not in spec.absent
     ]
+    hosts = tuple(_with_pool(host, edges, config) for host in hosts)
+    _refuse_over_gpus(spec, hosts, cluster)
     return Plan(spec, cluster, hosts, tuple(edges))
+
+
+class _Rules(NamedTuple):
+    """What decides how tensors go from GPU to GPU, beside where their stages are."""
+
+    config: RuntimeConfig
+    cluster: Cluster
 
 
 def _place_devices(stages: list[Stage], cluster: Cluster) -> dict[str, tuple[str, ...]]:
@@ -47,7 +58,7 @@ def _place_devices(stages: list[Stage], cluster: Cluster) -> dict[str, tuple[str
             placed[stage.name] = _CPU
             continue
         chosen = _choose_gpus(stage, free, cluster)
-        need = -(-stage.memory.total_bytes // stage.tp)
+        need = share_of(stage)
         for index in chosen:
             if need > free[index]:
                 raise PlanError(
@@ -205,6 +216,7 @@ def _host(group: list[Stage], why: str, devices: dict[str, tuple[str, ...]], clu
     inline = cluster.single_process and used == _CPU
     restart = next((stage.restart for stage in anchors if stage.restart is not None), Restart())
     name = max(anchors, key=lambda stage: stage.memory.total_bytes).name
+    shares = [share_of(stage) for stage in group if stage.device != "cpu"]
     for stage in group if not inline else ():
         if stage.restart not in (None, restart):
             raise PlanError(
@@ -221,7 +233,14 @@ def _host(group: list[Stage], why: str, devices: dict[str, tuple[str, ...]], clu
         start_method="inline" if inline else "forkserver" if used == _CPU else "spawn",
         restart=restart,
         reason=why,
+        device_bytes=sum(shares) if all(shares) else 0,
     )
+
+
+def _with_pool(host: PlannedHost, edges: Iterable[PlannedEdge], config: RuntimeConfig) -> PlannedHost:
+    """Hosts whose tensors stay on GPUs get a pool for them, of one size whoever starts first."""
+    sends = any(edge.source_host == host.name and edge.transport in ("cuda_ipc", "nccl") for edge in edges)
+    return msgspec.structs.replace(host, pool_bytes=config.device_pool_bytes) if sends else host
 
 
 def _refuse_over_memory(hosts: tuple[PlannedHost, ...], cluster: Cluster) -> None:
@@ -233,16 +252,29 @@ def _refuse_over_memory(hosts: tuple[PlannedHost, ...], cluster: Cluster) -> Non
         )
 
 
+def _refuse_over_gpus(spec: GraphSpec, hosts: tuple[PlannedHost, ...], cluster: Cluster) -> None:
+    """The stages fit by themselves (`_place_devices`); with the pools of their hosts, they must still."""
+    for index, gpu in enumerate(cluster.gpus):
+        shares = shares_of(spec, hosts, index)
+        total = sum(share for _, share in shares)
+        if total > gpu.memory_bytes:
+            each = ", ".join(f"{who} {_gib(share)}" for who, share in shares if share)
+            raise PlanError(
+                f"GPU {index} has {_gib(gpu.memory_bytes)}, and {_gib(total)} are planned for it ({each}); "
+                f"lower kv_tokens or runtime.device_pool_bytes, or add a GPU"
+            )
+
+
 def _planned_edge(
-    number: int, edge: Edge, spec: GraphSpec, host_of: dict[str, PlannedHost], config: RuntimeConfig
+    number: int, edge: Edge, spec: GraphSpec, host_of: dict[str, PlannedHost], rules: _Rules
 ) -> PlannedEdge:
     source = FRONT if edge.source == CLIENT else host_of[edge.source].name
     target = FRONT if edge.target == CLIENT else host_of[edge.target].name
     carried = _carried_type(edge, spec)
-    transport, reason = _transport(source, target, edge, host_of, carried)
-    if transport == "arrow_shm":
+    transport, reason = _transport(source, target, edge, host_of, carried, rules)
+    if transport != "local_object":
         _refuse_unsendable(edge, carried)
-    bound = (edge.bound or config.stream_bound) if edge.kind == "stream" else 1
+    bound = (edge.bound or rules.config.stream_bound) if edge.kind == "stream" else 1
     return PlannedEdge(
         number, edge.kind, edge.source, edge.source_port, edge.target, edge.target_port, carried, bound, edge.loop,
         source, target, transport, reason, edge.policy,
@@ -269,7 +301,7 @@ def _refuse_unsendable(edge: Edge, carried: object) -> None:
 
 
 def _transport(
-    source: str, target: str, edge: Edge, host_of: dict[str, PlannedHost], carried: object
+    source: str, target: str, edge: Edge, host_of: dict[str, PlannedHost], carried: object, rules: _Rules
 ) -> tuple[Transport, str]:
     inline = [host.name for host in host_of.values() if not host.process]
     if source == target:
@@ -278,18 +310,33 @@ def _transport(
         return "local_object", "the stage runs in the runtime's own process: the object itself is handed over"
     if edge.source == CLIENT or edge.target == CLIENT:
         return "arrow_shm", "to and from the client's process: bytes in shared memory, one copy in, none out"
-    a, b = host_of[edge.source].devices, host_of[edge.target].devices
-    if a[0].startswith("gpu") and b[0].startswith("gpu") and _may_hold_tensor(carried):
-        if a == b:
-            return "cuda_ipc", f"two hosts on {a[0]}: device tensors are mapped, not copied"
-        return "nccl", f"device tensors from {a[0]} to {b[0]}: point to point over NVLink"
-    return "arrow_shm", f"hosts {source} and {target} share this node: one copy into shared memory, none out"
+    a, b = host_of[edge.source].devices[0], host_of[edge.target].devices[0]
+    if a == "cpu" or b == "cpu" or not may_hold_tensor(carried):
+        return "arrow_shm", f"hosts {source} and {target} share this node: one copy into shared memory, none out"
+    return _between_gpus(a, b, rules)
 
 
-def _may_hold_tensor(carried: object) -> bool:
-    return isinstance(carried, type) and any(
-        "Tensor" in str(hint) or "ndarray" in str(hint) for hint in carried.__dict__.get("__annotations__", {}).values()
-    )
+def _between_gpus(a: str, b: str, rules: _Rules) -> tuple[Transport, str]:
+    """How tensors go from GPU `a` to GPU `b`, which may be the same."""
+    if not rules.config.device_pool_bytes:
+        return "arrow_shm", f"tensors from {a} to {b} go through the host: runtime.device_pool_bytes is 0"
+    if rules.cluster.unshared:
+        return "arrow_shm", f"tensors from {a} to {b} go through the host: {rules.cluster.unshared}"
+    if a == b:
+        return "cuda_ipc", f"two hosts on {a}: device tensors are mapped, one copy on the device in, none out"
+    if rules.config.between_gpus == "cuda_ipc":
+        return "cuda_ipc", f"device tensors from {a} to {b}: copied from GPU to GPU, as runtime.between_gpus says"
+    return "nccl", f"device tensors from {a} to {b}: point to point, over NVLink where there is one"
+
+
+def may_hold_tensor(hint: object, _seen: frozenset[object] = frozenset()) -> bool:
+    """True where a value of this type may hold a torch tensor: it is one, or has one in a field or an argument."""
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        seen = _seen | {hint}
+        return hint not in _seen and any(may_hold_tensor(field.type, seen) for field in msgspec.structs.fields(hint))
+    if isinstance(hint, type) and hint.__name__ == "Tensor":
+        return True
+    return any(may_hold_tensor(each, _seen) for each in typing.get_args(hint))
 
 
 def _gib(size: int) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
 from omniflow.mailbox import Policy
 from omniflow.planner.cluster import Cluster
-from omniflow.topology import CLIENT, GraphSpec, Restart, Route, parse_bytes, reachable_outputs, route, type_name
+from omniflow.topology import CLIENT, GraphSpec, Restart, Route, Stage, parse_bytes, reachable_outputs, route, type_name
 
 Transport = Literal["local_object", "arrow_shm", "cuda_ipc", "nccl"]
 FRONT = "front"
@@ -26,6 +27,10 @@ class PlannedHost(msgspec.Struct, frozen=True):
     start_method: Literal["forkserver", "spawn", "inline"]
     restart: Restart
     reason: str
+    device_bytes: int = 0
+    """What its stages may take of each of its GPUs; 0 where one of them does not say."""
+    pool_bytes: int = 0
+    """Memory of its first GPU for values that it sends to other hosts, beside that."""
 
 
 class PlannedEdge(msgspec.Struct, frozen=True):
@@ -73,6 +78,13 @@ class Plan(msgspec.Struct, frozen=True):
         """Exit edges by the name of the output."""
         return {edge.target_port: edge for edge in self.edges if edge.target == CLIENT}
 
+    @property
+    def gpu_bytes(self) -> tuple[int, ...]:
+        """What is planned for each GPU of the cluster: its stages' budgets, and the pools of their hosts."""
+        return tuple(
+            sum(share for _, share in shares_of(self.graph, self.hosts, i)) for i in range(len(self.cluster.gpus))
+        )
+
     def host_of(self, stage: str) -> str:
         """The name of the host that runs `stage`."""
         return next(host.name for host in self.hosts if stage in host.stages)
@@ -99,7 +111,10 @@ class Plan(msgspec.Struct, frozen=True):
             "cluster": {
                 "name": self.cluster.name,
                 "cpu_cores": self.cluster.cpu_cores,
-                "gpus": [msgspec.structs.asdict(gpu) for gpu in self.cluster.gpus],
+                "gpus": [
+                    {**msgspec.structs.asdict(gpu), "planned_bytes": planned}
+                    for gpu, planned in zip(self.cluster.gpus, self.gpu_bytes, strict=True)
+                ],
             },
             "hosts": [
                 {
@@ -107,6 +122,8 @@ class Plan(msgspec.Struct, frozen=True):
                     "stages": host.stages,
                     "devices": host.devices,
                     "budget_bytes": host.budget_bytes,
+                    "device_bytes": host.device_bytes,
+                    "pool_bytes": host.pool_bytes,
                     "process": host.process,
                     "start_method": host.start_method,
                     "restart": host.restart.strategy,
@@ -144,6 +161,24 @@ class Plan(msgspec.Struct, frozen=True):
                 for edge in self.edges
             ],
         }
+
+
+def shares_of(graph: GraphSpec, hosts: Iterable[PlannedHost], gpu: int) -> list[tuple[str, int]]:
+    """Who takes how much of a GPU: its stages, and the pools of their hosts."""
+    found = []
+    for host in hosts:
+        if f"gpu:{gpu}" not in host.devices:
+            continue
+        stages = [graph.stage(name) for name in host.stages]
+        found += [(stage.name, share_of(stage)) for stage in stages if stage.device != "cpu"]
+        if host.pool_bytes and host.devices[0] == f"gpu:{gpu}":
+            found.append((f"values that {host.name} sends", host.pool_bytes))
+    return found
+
+
+def share_of(stage: Stage) -> int:
+    """Bytes that a stage may take of each of its GPUs."""
+    return -(-stage.memory.total_bytes // stage.tp)
 
 
 def _plain(value: Any) -> Any:

@@ -16,13 +16,18 @@ from omniflow.config import RuntimeConfig
 from omniflow.errors import PlanError
 from omniflow.graph import Budget, Graph, GraphSpec, Stage, absent, one_for_one
 from omniflow.planner import Cluster, Gpu, Plan, cluster_named, plan
+from omniflow.planner.place import may_hold_tensor
 from omniflow.planner.plan import FRONT
 
 GIB = 2**30
 
 
+class Tensor:
+    """Stands for torch's, which takes seconds to import."""
+
+
 class Rows(msgspec.Struct, frozen=True):
-    rows: np.ndarray
+    rows: Tensor
 
 
 class Word(msgspec.Struct, frozen=True):
@@ -242,7 +247,7 @@ def test_stages_on_two_gpus_talk_by_nccl_and_words_go_through_shared_memory() ->
         "c>d": "arrow_shm",
         "d>client": "arrow_shm",
     }
-    assert found.edges[1].reason == "device tensors from gpu:0 to gpu:1: point to point over NVLink"
+    assert found.edges[1].reason == "device tensors from gpu:0 to gpu:1: point to point, over NVLink where there is one"
 
 
 def test_tensor_parallel_stages_take_as_many_gpus() -> None:
@@ -322,6 +327,86 @@ def test_clusters() -> None:
             cluster_named(name)
 
 
+TWO = chain(("a", Engine, gpu("60 GiB")), ("b", Engine, gpu("20 GiB", tp=2)))
+
+
+def test_what_is_planned_for_each_gpu() -> None:
+    found = plan(TWO, cluster_named("2xh100"))
+    assert [(host.devices, host.device_bytes, host.pool_bytes) for host in found.hosts] == [
+        (("gpu:0",), 60 * GIB, GIB // 4),
+        (("gpu:0", "gpu:1"), 10 * GIB, 0),
+    ]
+    assert found.gpu_bytes == (70 * GIB + GIB // 4, 10 * GIB)
+    assert [gpu["planned_bytes"] for gpu in found.as_dict()["cluster"]["gpus"]] == list(found.gpu_bytes)
+
+
+def test_pools_count() -> None:
+    spec = chain(("a", Engine, gpu("70 GiB")), ("b", Engine, gpu("6 GiB")))
+    with pytest.raises(PlanError) as caught:
+        plan(spec, cluster_named("1xh100"))
+    assert str(caught.value) == (
+        "GPU 0 has 76.00 GiB, and 76.25 GiB are planned for it (a 70.00 GiB, values that a sends 0.25 GiB, "
+        "b 6.00 GiB); lower kv_tokens or runtime.device_pool_bytes, or add a GPU"
+    )
+    assert plan(spec, cluster_named("1xh100"), RuntimeConfig(device_pool_bytes=0)).gpu_bytes == (76 * GIB,)
+
+
+def test_a_host_with_a_stage_that_names_no_budget_is_not_held() -> None:
+    found = plan(chain(("a", Light, gpu()), ("b", Light, {"device": "gpu"})), cluster_named("1xh200"))
+    assert (found.hosts[0].stages, found.hosts[0].device_bytes) == (("a", "b"), 0)
+
+
+def test_why_tensors_go_through_the_host() -> None:
+    def edge(cluster: Cluster, **config: Any) -> tuple[str, str]:
+        found = plan(TWO, cluster, RuntimeConfig(**config)).edges[1]
+        return found.transport, found.reason
+
+    two = cluster_named("2xh100")
+    assert edge(two)[0] == "cuda_ipc"
+    assert edge(two, device_pool_bytes=0) == (
+        "arrow_shm",
+        "tensors from gpu:0 to gpu:0 go through the host: runtime.device_pool_bytes is 0",
+    )
+    assert edge(msgspec.structs.replace(two, unshared="torch is built without CUDA")) == (
+        "arrow_shm",
+        "tensors from gpu:0 to gpu:0 go through the host: torch is built without CUDA",
+    )
+
+
+def test_cuda_ipc_between_two_gpus_where_it_is_asked_for() -> None:
+    spec = chain(("a", Light, {"device": "gpu:0"}), ("b", Light, {"device": "gpu:1"}))
+    found = plan(spec, cluster_named("2xh100"), RuntimeConfig(between_gpus="cuda_ipc")).edges[1]
+    assert found.transport == "cuda_ipc"
+    assert "copied from GPU to GPU, as runtime.between_gpus says" in found.reason
+
+
+class Deep(msgspec.Struct, frozen=True):
+    rows: list[Rows] | None
+
+
+class Endless(msgspec.Struct, frozen=True):
+    inner: Endless | None
+    many: dict[str, Endless]
+
+
+@pytest.mark.parametrize(
+    ("hint", "holds"),
+    [
+        (Tensor, True),
+        (Rows, True),
+        (Deep, True),
+        (dict[str, tuple[int, Tensor]], True),
+        (Tensor | None, True),
+        (Word, False),
+        (np.ndarray, False),
+        (Endless, False),
+        (int, False),
+    ],
+)
+def test_which_values_may_hold_tensors(hint: object, holds: bool) -> None:
+    assert may_hold_tensor(hint) is holds
+
+
 # -- edges -------------------------------------------------------------------------------------------------------------
 
 
@@ -359,7 +444,7 @@ def test_the_plan_as_json() -> None:
     assert found["cluster"] == {
         "name": "1xh200",
         "cpu_cores": 16,
-        "gpus": [{"model": "H200", "memory_bytes": 134 * GIB}],
+        "gpus": [{"model": "H200", "memory_bytes": 134 * GIB, "planned_bytes": 0}],
     }
     assert found["hosts"][0]["stages"] == ["a", "b"]
     assert found["stages"][0] | {"actor": ""} == {
@@ -446,7 +531,8 @@ def test_whatever_is_planned_holds_together(spec: GraphSpec, cluster: str, singl
         if single_process and stage.device == "cpu":
             assert placed.name == "main"
     for device, size in used.items():
-        assert size <= found.cluster.gpus[int(device.removeprefix("gpu:"))].memory_bytes, device
+        index = int(device.removeprefix("gpu:"))
+        assert size <= found.gpu_bytes[index] <= found.cluster.gpus[index].memory_bytes, device
     for host in found.hosts:
         engines = [name for name in host.stages if spec.stage(name).actor.owns_process]
         assert len(engines) <= 1 or host.name == "main"
@@ -468,7 +554,7 @@ def check_edges(spec: GraphSpec, found: Plan) -> None:
         if edge.transport in ("cuda_ipc", "nccl"):
             on = [host.devices for host in found.hosts if host.name in ends]
             assert all(devices[0].startswith("gpu") for devices in on)
-            assert (on[0] == on[1]) == (edge.transport == "cuda_ipc")
+            assert (on[0][0] == on[1][0]) == (edge.transport == "cuda_ipc")
 
 
 @given(graphs(), st.sampled_from(CLUSTERS), st.randoms())
