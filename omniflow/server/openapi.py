@@ -19,9 +19,9 @@ from omniflow.server.chat_reply import Chunk, Completion
 from omniflow.server.chat_request import ChatRequest
 from omniflow.server.encoders import SPEECH_FORMATS
 from omniflow.server.failures import ErrorReply
-from omniflow.server.field_texts import FIELD_TEXTS, NARROWED
 from omniflow.server.health import Health, Liveness, Readiness
 from omniflow.server.models import Model, ModelList
+from omniflow.server.schema_notes import FIELD_TEXTS, NARROWED, REFUSED, RULES, TAG_MAY_BE_LEFT_OUT
 from omniflow.server.service import Service
 from omniflow.server.speech import SpeechDelta, SpeechDone, SpeechRequest
 
@@ -214,20 +214,30 @@ def _ref(shape: Any) -> dict[str, Any]:
 
 
 def _schemas(offered: list[Operation], service: Service) -> dict[str, Any]:
-    """Every Struct by its name, with what their types cannot say: texts, and the names that are served here."""
+    """Every Struct by its name, with what their types cannot say, and the names that are served here."""
     shapes = [ErrorReply, *(shape for each in offered for shape in _shapes(each))]
     _, schemas = msgspec.json.schema_components(shapes, ref_template=_REFS)
-    for name, texts in FIELD_TEXTS.items():
-        for field, text in texts.items() if name in schemas else ():
-            schemas[name]["properties"][field]["description"] = text
-    for name, changes in NARROWED.items():
-        if name in schemas:
-            for field, change in changes.items():
-                schemas[name]["properties"][field] |= change
+    for name, schema in schemas.items():
+        _note(name, schema)
     for each in offered:
         if each.body is not None and "model" in (fields := schemas[each.body.__name__]["properties"]):
             fields["model"] |= {"enum": [service.model, *sorted(service.aliases)]}
     return schemas
+
+
+def _note(name: str, schema: dict[str, Any]) -> None:
+    """Write into the schema of a Struct what `schema_notes` say of it."""
+    fields: dict[str, dict[str, Any]] = schema.get("properties", {})
+    for field, text in FIELD_TEXTS.get(name, {}).items():
+        fields[field]["description"] = text
+    for field, change in NARROWED.get(name, {}).items():
+        fields[field] |= change
+    for field in REFUSED.get(name, ()):
+        fields[field] = {"type": "null", "default": None, "description": "Not taken."}
+    if name in RULES:
+        schema["allOf"] = RULES[name]
+    if name in TAG_MAY_BE_LEFT_OUT:
+        schema["required"].remove("type")
 
 
 def _shapes(each: Operation) -> Iterator[Any]:

@@ -1,0 +1,91 @@
+"""What /openapi.json says of requests beyond their types: what fields mean, and what endpoints check by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FIELD_TEXTS: dict[str, dict[str, str]] = {
+    "ChatRequest": {
+        "model": "The id of a served model.",
+        "messages": "The conversation so far, oldest first.",
+        "stream": "Send the answer as server-sent events, as it is made; `data: [DONE]` ends one that is whole.",
+        "stream_options": "What a stream tells beside the answer.",
+        "modalities": "`audio`: the answer is also spoken; its text is then the transcript.",
+        "audio": "How it is spoken.",
+        "max_tokens": "As `max_completion_tokens`, which goes before it.",
+        "max_completion_tokens": "Tokens of the answer, at most.",
+        "temperature": "0: always the likeliest token.",
+        "top_p": "Draw from the likeliest tokens that have this share of the probability.",
+        "top_k": "Draw from so many of the likeliest tokens. 0: from all.",
+        "seed": "The same seed gives the same answer.",
+        "stop": "The answer ends before the first of these texts.",
+    },
+    "SpeechRequest": {
+        "model": "The id of a served model.",
+        "input": "The text to say.",
+        "voice": "Whose voice. Null: the model's own.",
+        "response_format": "Null: mp3.",
+        "speed": "2: twice as fast.",
+        "stream_format": "`sse`: pieces of the file as events. `audio`: its bytes, while they are made.",
+        "stream": "False: a whole file, with its true length in its header. True: one that starts at once.",
+        "seed": "The same seed gives the same sound.",
+        "instructions": "Taken, and without effect.",
+    },
+}
+"""By Struct and field."""
+
+_BASE64 = r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{4}|[A-Za-z0-9+/]{3}=|[A-Za-z0-9+/]{2}==)$"
+_NULL = {"type": "null"}
+_THERE = {"not": _NULL}
+
+
+def _uri(kind: str) -> dict[str, Any]:
+    """A URL that is remote, or a data URI of this kind."""
+    return {"properties": {"url": {"pattern": rf"^(?:https?://\S+|data:{kind};base64,{_BASE64})"}}}
+
+
+def _is(**fields: Any) -> dict[str, Any]:
+    """True of an object that has these fields."""
+    return {"properties": fields, "required": list(fields)}
+
+
+NARROWED: dict[str, dict[str, dict[str, Any]]] = {
+    "SpeechRequest": {"input": {"pattern": r"\S"}},
+    "InputAudio": {"data": {"pattern": f"^{_BASE64}", "contentEncoding": "base64"}},
+    "ChatRequest": {"logit_bias": {"propertyNames": {"pattern": r"^[0-9]{1,10}$"}}},
+    "AudioUrlContent": {"audio_url": _uri("audio/(?:wav|x-wav|mpeg|flac|ogg)")},
+    "ImageContent": {"image_url": _uri(r"image/\w+")},
+    "VideoContent": {"video_url": _uri(r"video/\w+")},
+}
+"""Added to the schemas of these fields."""
+
+RULES: dict[str, list[dict[str, Any]]] = {
+    "Message": [
+        {
+            "if": _is(role={"const": "assistant"}),
+            "then": {
+                "anyOf": [_is(content=_THERE), _is(audio=_THERE), _is(tool_calls={"type": "array", "minItems": 1})]
+            },
+            "else": _is(content=_THERE) | {"properties": {"content": _THERE, "tool_calls": {"maxItems": 0}}},
+        },
+        {"if": _is(role={"const": "tool"}), "then": _is(tool_call_id={"type": "string"})},
+    ],
+    "ChatRequest": [
+        {"if": _is(top_logprobs={"type": "integer"}), "then": _is(logprobs={"const": True})},
+        {
+            "if": _is(tool_choice={"not": {"enum": [None, "none", "auto"]}}),
+            "then": _is(tools={"type": "array", "minItems": 1}),
+        },
+        {
+            "if": _is(stream={"const": True}, modalities={"contains": {"const": "audio"}}, audio=_is(format=_THERE)),
+            "then": {"properties": {"audio": {"properties": {"format": {"enum": ["pcm16", None]}}}}},
+        },
+    ],
+}
+"""What fields of these Structs ask of each other."""
+
+REFUSED = {"ChatRequest": ("functions", "function_call", "web_search_options"), "FileData": ("file_id",)}
+"""Fields of which only null is taken."""
+
+TAG_MAY_BE_LEFT_OUT = ("FunctionTool", "MessageToolCall")
+"""Structs whose `type` msgspec does not ask for, because there is but one that they can be."""
