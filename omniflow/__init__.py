@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from omniflow.actor import Actor, Context, Emit, Outputs, Stream, batched
+    from omniflow.actor import Actor, Context, Emit, NamedVoice, Outputs, Stream, batched
     from omniflow.config import RuntimeConfig, ServerConfig
     from omniflow.errors import (
         ActorBrokenError,
@@ -102,6 +102,7 @@ __all__ = [
     "Images",
     "InvalidInputError",
     "Latents",
+    "NamedVoice",
     "NotFoundError",
     "OmniflowError",
     "Options",
@@ -153,7 +154,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "actor": "Actor Context Emit Outputs Stream batched",
+    "actor": "Actor Context Emit NamedVoice Outputs Stream batched",
     "config": "RuntimeConfig ServerConfig",
     "errors": "ActorBrokenError CancelledError ConfigError ContextLengthError DeadlineError DeviceError "
     "EdgeFullError GraphError InvalidInputError NotFoundError OmniflowError OverloadedError PlanError "

@@ -90,6 +90,13 @@ class Emit(ABC, Generic[T]):
         """Hand `value` to every consumer; suspends while one of them has no credit left."""
 
 
+class NamedVoice(msgspec.Struct, frozen=True):
+    """A voice that a stage speaks with: its name, as `Options.voice` gives it, and its language (BCP 47)."""
+
+    name: str
+    language: str
+
+
 class Outputs(msgspec.Struct, frozen=True):
     """Base of results that have several ports: one a field; `None` on an optional field skips the port."""
 
@@ -149,6 +156,13 @@ class Actor:
 
     def weights(self) -> Sequence[Weights]:
         """What `setup` will read from disk; fetched with a progress bar before any host starts."""
+        return ()
+
+    def voices(self) -> Sequence[NamedVoice]:
+        """What `Options.voice` may name, the voice of those who name none first. None: this stage has no say in it.
+
+        Asked before `setup`, and without the weights on disk.
+        """
         return ()
 
     async def setup(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from actors.catalogue import PACKAGED
 from actors.piper import PIPER_JOE
 from actors.piper.voice import PAUSES, SENTENCE_ENDS, Voice, open_graph
-from omniflow.actor import Actor, Context, Emit, Stream
+from omniflow.actor import Actor, Context, Emit, NamedVoice, Stream
 from omniflow.errors import InvalidInputError
 from omniflow.media import Latents, Segment
 from omniflow.weights import Weights, resolve
@@ -59,6 +59,10 @@ class PiperTalker(Actor):
     def weights(self) -> Sequence[Weights]:
         """The files of the voice."""
         return (self._weights,)
+
+    def voices(self) -> Sequence[NamedVoice]:
+        """The one voice of the model, by the name of its weights."""
+        return (NamedVoice(self._weights.name.rpartition("/")[2].removeprefix("piper-"), "en-US"),)
 
     async def setup(self) -> None:
         """Load the voice and the dictionary (0.8 s), and run once, which spares the first request 70 ms."""

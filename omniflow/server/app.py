@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from omniflow.config import ServerConfig
 from omniflow.errors import RequestError
 from omniflow.server import failures, health, models
+from omniflow.server.audio import audio_routes
 from omniflow.server.call import Endpoint
 from omniflow.server.chat import create_chat_completion
 from omniflow.server.exchange import Exchanges
@@ -25,8 +26,8 @@ from omniflow.server.realtime.routes import realtime_routes
 from omniflow.server.realtime.sockets import Sockets
 from omniflow.server.remote import Limits, RemoteMedia
 from omniflow.server.service import Service
-from omniflow.server.speech import create_speech
 from omniflow.server.transcripts import Transcripts
+from omniflow.server.voices import voices_of
 from omniflow.telemetry import Metrics
 
 if TYPE_CHECKING:
@@ -49,14 +50,23 @@ def build_app(
     concerns requests; sockets, TLS and the log are `serve`'s and the caller's. `sockets` is given by who drains them.
     """
     config = config or ServerConfig()
-    service = Service(runtime, model, frozenset(aliases), Transcripts(), Keys(config.api_keys), config, _remote(config))
+    service = Service(
+        runtime,
+        model,
+        frozenset(aliases),
+        Transcripts(),
+        Keys(config.api_keys),
+        config,
+        _remote(config),
+        voices_of(runtime.plan),
+    )
     metrics = Metrics(runtime.status)
     app = Starlette(
         routes=[
             Route(
                 "/v1/chat/completions", Endpoint("chat.completions", create_chat_completion, service), methods=["POST"]
             ),
-            Route("/v1/audio/speech", Endpoint("audio.speech", create_speech, service), methods=["POST"]),
+            *audio_routes(service),
             Route("/v1/models", partial(models.list_models, service)),
             Route("/v1/models/{model:path}", partial(models.get_model, service)),
             Route("/live", partial(health.live, service)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 
 import anyio.to_thread
 import numpy as np
@@ -19,13 +20,17 @@ PROMISED_HZ = 24000
 class AudioWriter:
     """Turns the audio chunks of one reply into bytes of `format`.
 
-    `write` and `finish` give what may be sent at once; `whole` gives the file, with a header that knows its length.
-    Raises ProtocolError where a chunk has another rate or channel count than the first, or is not finite.
+    `write` and `finish` give what may be sent at once; `whole` gives the file, with a header that knows its length,
+    unless it was `open_ended` from the start. Raises ProtocolError where a chunk has another rate or channel count than
+    the first, or is not finite.
     """
 
-    def __init__(self, format: Format) -> None:
+    def __init__(self, format: Format, *, open_ended: bool = False) -> None:
         self._format = format
+        self._open_ended = open_ended
         self._parts: tuple[_Mixer, Encoder] | None = None
+        self.audio_s = 0.0
+        """Seconds of sound so far."""
 
     @property
     def started(self) -> bool:
@@ -34,31 +39,34 @@ class AudioWriter:
 
     async def write(self, chunk: AudioChunk) -> bytes:
         """The bytes that `chunk` adds; may be empty while the encoder or the resampler looks ahead."""
-        mixer, encoder = self._opened(chunk)
-        return await _encode(encoder, mixer.mix(chunk))
+        self.audio_s += chunk.duration_s
+        return await self._off_loop(self._write, chunk)
 
     async def finish(self) -> bytes:
         """The last bytes. A reply without any chunk is a file without samples, at 24 kHz."""
-        mixer, encoder = self._opened(AudioChunk(np.zeros(0, np.float32), PROMISED_HZ))
-        tail = await _encode(encoder, mixer.rest())
-        return tail + (await anyio.to_thread.run_sync(encoder.finish) if encoder.slow else encoder.finish())
+        return await self._off_loop(self._finish)
 
     def whole(self, streamed: bytes) -> bytes:
         """`streamed` (all of `write` and `finish`, joined) behind its true header."""
         head = self._parts[1].head() if self._parts is not None else b""
         return head + streamed[len(head) :]
 
+    async def _off_loop(self, call: Callable[..., bytes], *args: AudioChunk) -> bytes:
+        return await anyio.to_thread.run_sync(call, *args) if self._format.slow else call(*args)
+
+    def _write(self, chunk: AudioChunk) -> bytes:
+        mixer, encoder = self._opened(chunk)
+        return encoder.write(mixer.mix(chunk))
+
+    def _finish(self) -> bytes:
+        mixer, encoder = self._opened(AudioChunk(np.zeros(0, np.float32), PROMISED_HZ))
+        return encoder.write(mixer.rest()) + encoder.finish()
+
     def _opened(self, first: AudioChunk) -> tuple[_Mixer, Encoder]:
         if self._parts is None:
             mixer = _Mixer(first, self._format)
-            self._parts = (mixer, self._format.encoder(mixer.rate_hz, mixer.channels))
+            self._parts = (mixer, self._format.encoder(mixer.rate_hz, mixer.channels, self._open_ended))
         return self._parts
-
-
-async def _encode(encoder: Encoder, samples: Samples) -> bytes:
-    if encoder.slow:
-        return await anyio.to_thread.run_sync(encoder.write, samples)
-    return encoder.write(samples)
 
 
 class _Mixer:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from omniflow.actor import NamedVoice
 from omniflow.config import ServerConfig
-from omniflow.errors import UnsupportedError
+from omniflow.errors import InvalidInputError, UnsupportedError
 from omniflow.server.failures import ModelNotFoundError
 from omniflow.server.keys import Keys
 from omniflow.server.remote import RemoteMedia
@@ -16,6 +17,10 @@ from omniflow.server.transcripts import Transcripts
 
 if TYPE_CHECKING:
     from omniflow.runtime import Runtime
+
+
+STOCK_VOICES = frozenset("alloy ash ballad cedar coral echo fable marin nova onyx sage shimmer verse".split())
+"""OpenAI's: clients have them as defaults, and some take no others."""
 
 
 class Service(msgspec.Struct, frozen=True):
@@ -29,12 +34,26 @@ class Service(msgspec.Struct, frozen=True):
     config: ServerConfig = msgspec.field(default_factory=ServerConfig)
     remote: RemoteMedia | None = None
     """Fetches media by URL; None: nothing is fetched."""
+    voices: tuple[NamedVoice, ...] = ()
+    """What its talker speaks with; none: it takes any name."""
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def require_model(self, name: str) -> None:
         """Raises ModelNotFoundError unless this service goes by `name`."""
         if name != self.model and name not in self.aliases:
             raise ModelNotFoundError(f"model {name!r} is not served here; {self.model!r} is", param="model")
+
+    def voice(self, asked: str | None, param: str) -> str | None:
+        """The voice to speak with: `asked`, or the default one for a name that every client of OpenAI knows.
+
+        Raises InvalidInputError, naming `param` and the voices that there are, for any other name.
+        """
+        names = [voice.name for voice in self.voices]
+        if asked is None or not names or asked in names:
+            return asked
+        if asked in STOCK_VOICES:
+            return names[0]
+        raise InvalidInputError(f"{param}: there is no voice {asked!r}; there are {', '.join(names)}", param=param)
 
     def require_entry(self, entry: str, what: str) -> None:
         """Raises UnsupportedError unless the graph can be entered at `entry`; `what` is what it would take there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -48,45 +49,59 @@ class SpeechDelta(Struct, frozen=True, tag="speech.audio.delta", tag_field="type
 
 
 class SpeechUsage(Struct, frozen=True):
-    """Tokens: speech enters the graph behind the stages that count any."""
+    """What was spoken. Speech enters the graph behind the stages that count tokens, so the units are of another kind:
+    an input token is a character of `input`, an output token 50 ms of sound, begun ones included.
+    """
 
-    input_tokens: int = 0
-    output_tokens: int = 0
-    total_tokens: int = 0
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
 
 
 class SpeechDone(Struct, frozen=True, tag="speech.audio.done", tag_field="type"):
     """The file is whole."""
 
-    usage: SpeechUsage = SpeechUsage()
+    usage: SpeechUsage
 
 
 async def create_speech(service: Service, call: Call) -> None:
     """Say a text: as bytes of a file while they are made, as a whole file, or as server-sent events."""
     request = call.read(SpeechRequest)
     service.require_model(request.model)
-    service.require_entry("speech", "text to say")
-    service.require_output("speech", "audio")
-    if not request.input.strip():
-        raise InvalidInputError("input: is empty; expected a text to say", param="input")
     format = audio_format(SPEECH_FORMATS, request.response_format or "mp3", "response_format")
-    reply = await service.runtime.submit(
-        "speech",
-        [TextDelta(request.input)],
-        outputs={"audio"},
-        options=Options(voice=voice_name(request.voice), speed=request.speed or 1.0, seed=request.seed),
-        deadline_s=call.deadline_s,
-        request_id=call.request_id,
-    )
-    async with reply:
-        writer = AudioWriter(format)
+    is_streamed = _is_streamed(request, call, format)
+    writer = AudioWriter(format, open_ended=is_streamed)
+    async with await speak(service, request, deadline_s=call.deadline_s, request_id=call.request_id) as reply:
         audio = stream_audio(reply, writer, call.times)
         if request.stream_format == "sse":
-            await call.stream(speech_events(audio), EVENT_STREAM)
-        elif _is_streamed(request, call, format):
+            await call.stream(speech_events(audio, request, writer), EVENT_STREAM)
+        elif is_streamed:
             await call.stream(audio, format.media_type)
         else:
             await call.send(writer.whole(b"".join([piece async for piece in audio])), format.media_type)
+
+
+async def speak(
+    service: Service, request: SpeechRequest, *, deadline_s: float | None, request_id: str, within: str = ""
+) -> Reply:
+    """Let the graph say `request.input`. Raises InvalidInputError for what cannot be said; `within` is the path of the
+    request, where that is a part of something.
+    """
+    service.require_entry("speech", "text to say")
+    service.require_output("speech", "audio")
+    if not request.input.strip():
+        raise InvalidInputError(f"{within}input: is empty; expected a text to say", param=f"{within}input")
+    options = Options(
+        voice=service.voice(voice_name(request.voice), f"{within}voice"), speed=request.speed or 1.0, seed=request.seed
+    )
+    return await service.runtime.submit(
+        "speech",
+        [TextDelta(request.input)],
+        outputs={"audio"},
+        options=options,
+        deadline_s=deadline_s,
+        request_id=request_id,
+    )
 
 
 def _is_streamed(request: SpeechRequest, call: Call, format: Format) -> bool:
@@ -100,7 +115,9 @@ def _is_streamed(request: SpeechRequest, call: Call, format: Format) -> bool:
     return asked or not format.states_length
 
 
-async def stream_audio(reply: Reply, writer: AudioWriter, times: RequestTimes) -> AsyncGenerator[bytes]:
+async def stream_audio(
+    reply: Reply, writer: AudioWriter, times: RequestTimes, within: str = ""
+) -> AsyncGenerator[bytes]:
     """The bytes of the spoken text, each as soon as its sound is there.
 
     Raises InvalidInputError where the text gave no sound at all.
@@ -111,18 +128,27 @@ async def stream_audio(reply: Reply, writer: AudioWriter, times: RequestTimes) -
             yield piece
     if not writer.started:
         raise InvalidInputError(
-            "input: nothing in it can be spoken; give words or numbers in a language of this voice", param="input"
+            f"{within}input: nothing in it can be spoken; give words or numbers in a language of this voice",
+            param=f"{within}input",
         )
     yield await writer.finish()
 
 
-async def speech_events(audio: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+async def speech_events(
+    audio: AsyncGenerator[bytes], request: SpeechRequest, writer: AudioWriter
+) -> AsyncGenerator[bytes]:
     """`audio` as server-sent events; the `done` event ends one that is whole, and only that."""
     async with aclosing(audio):
         async for piece in audio:
             if piece:
                 yield _event(SpeechDelta(base64.b64encode(piece).decode()))
-    yield _event(SpeechDone())
+    yield _event(SpeechDone(usage_of(request, writer)))
+
+
+def usage_of(request: SpeechRequest, writer: AudioWriter) -> SpeechUsage:
+    """What a text was, and what became of it."""
+    characters, sounds = len(request.input), math.ceil(writer.audio_s / 0.05)
+    return SpeechUsage(characters, sounds, characters + sounds)
 
 
 def _event(event: SpeechDelta | SpeechDone) -> bytes:

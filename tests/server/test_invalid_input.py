@@ -23,7 +23,6 @@ SPEECH_CASES: list[tuple[dict[str, Any], str]] = [
     ({"voice": 5}, "voice"),
     ({"voice": {}}, "voice.id"),
     ({"response_format": "midi"}, "response_format"),
-    ({"response_format": "aac"}, "response_format"),
     ({"speed": 0.2}, "speed"),
     ({"speed": 4.1}, "speed"),
     ({"speed": "fast"}, "speed"),
