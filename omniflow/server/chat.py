@@ -16,7 +16,7 @@ from omniflow.server.chat_answer import Answering, ChoiceChunks, WholeChoice
 from omniflow.server.chat_reply import Chunk, Completion, usage_of
 from omniflow.server.chat_request import ChatRequest, chat_of, refuse_unsupported, wanted_media
 from omniflow.server.choices import ChoiceOutputs, choices
-from omniflow.server.encoders import CHAT_FORMATS, Format, audio_format
+from omniflow.server.encoders import CHAT_FORMATS, Format
 from omniflow.server.service import Service
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ async def create_chat_completion(service: Service, call: Call) -> None:
     service.require_output("chat", "text")
     refuse_unsupported(request)
     options = request.options()
+    options = msgspec.structs.replace(options, voice=service.voice(options.voice, "audio.voice"))
     if options.tools:
         service.require_output("chat", "tool_calls", param="tools")
     answering = _answering(service, call, request)
@@ -108,7 +109,7 @@ def _audio_format(service: Service, request: ChatRequest) -> Format | None:
     asked = request.audio.format if request.audio is not None else None
     if request.stream and asked not in (None, "pcm16"):
         raise UnsupportedError(f"audio.format: {asked!r} cannot be streamed; ask for 'pcm16'", param="audio.format")
-    return audio_format(CHAT_FORMATS, asked or ("pcm16" if request.stream else "wav"), "audio.format")
+    return CHAT_FORMATS[asked or ("pcm16" if request.stream else "wav")]
 
 
 async def whole_chat(outputs: ChoiceOutputs, answering: Answering) -> bytes:

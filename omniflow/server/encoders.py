@@ -11,8 +11,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from omniflow.errors import UnsupportedError
-
 if TYPE_CHECKING:
     import av
     from av.audio.stream import AudioStream
@@ -267,10 +265,3 @@ SPEECH_FORMATS: Mapping[str, Format] = {**_FILES, "pcm": _PCM}
 """What `response_format` of /v1/audio/speech may be."""
 CHAT_FORMATS: Mapping[str, Format] = {**_FILES, "pcm16": _PCM}
 """What `audio.format` of /v1/chat/completions may be."""
-
-
-def audio_format(formats: Mapping[str, Format], name: str, param: str) -> Format:
-    """The format called `name`. Raises UnsupportedError naming `param` where there is none."""
-    if name not in formats:
-        raise UnsupportedError(f"audio cannot be encoded as {name!r}; ask for {', '.join(formats)}", param=param)
-    return formats[name]

@@ -15,7 +15,7 @@ from omniflow.errors import InvalidInputError
 from omniflow.media import Options, TextDelta
 from omniflow.server.call import EVENT_STREAM, Call
 from omniflow.server.chat_request import Int64, Voice, voice_name
-from omniflow.server.encoders import SPEECH_FORMATS, Format, audio_format
+from omniflow.server.encoders import SPEECH_FORMATS, Format
 from omniflow.server.media import AudioWriter
 from omniflow.server.service import Service
 from omniflow.telemetry import RequestTimes
@@ -68,7 +68,7 @@ async def create_speech(service: Service, call: Call) -> None:
     """Say a text: as bytes of a file while they are made, as a whole file, or as server-sent events."""
     request = call.read(SpeechRequest)
     service.require_model(request.model)
-    format = audio_format(SPEECH_FORMATS, request.response_format or "mp3", "response_format")
+    format = SPEECH_FORMATS[request.response_format or "mp3"]
     is_streamed = _is_streamed(request, call, format)
     writer = AudioWriter(format, open_ended=is_streamed)
     async with await speak(service, request, deadline_s=call.deadline_s, request_id=call.request_id) as reply:

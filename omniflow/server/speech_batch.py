@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from omniflow.errors import RequestError
 from omniflow.server.call import Call
 from omniflow.server.chat_request import Int64, Voice
-from omniflow.server.encoders import SPEECH_FORMATS, audio_format
+from omniflow.server.encoders import SPEECH_FORMATS
 from omniflow.server.media import AudioWriter
 from omniflow.server.service import Service
 from omniflow.server.speech import SpeechRequest, SpeechUsage, speak, stream_audio, usage_of
@@ -95,7 +95,7 @@ async def create_speech_batch(service: Service, call: Call) -> None:
 async def _result(service: Service, call: Call, batch: SpeechBatchRequest, index: int) -> SpeechBatchResult:
     request = _request(batch, batch.items[index])
     within = f"items[{index}]."
-    format = audio_format(SPEECH_FORMATS, request.response_format or "wav", "response_format")
+    format = SPEECH_FORMATS[request.response_format or "wav"]
     writer = AudioWriter(format)
     try:
         async with await speak(

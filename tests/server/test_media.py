@@ -11,9 +11,9 @@ import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omniflow.errors import ProtocolError, UnsupportedError
+from omniflow.errors import ProtocolError
 from omniflow.media import AudioChunk
-from omniflow.server.encoders import CHAT_FORMATS, SPEECH_FORMATS, audio_format, pcm16, wav_header
+from omniflow.server.encoders import CHAT_FORMATS, SPEECH_FORMATS, pcm16, wav_header
 from omniflow.server.media import AudioWriter, Base64Cutter
 
 from .scripted import tone
@@ -140,9 +140,3 @@ async def test_read_only_chunks_are_taken() -> None:
     chunk = tone(48000, 48000)
     chunk.samples.setflags(write=False)
     assert len(b"".join(await written(AudioWriter(SPEECH_FORMATS["pcm"]), [chunk]))) == 48000
-
-
-def test_a_format_that_cannot_be_made_names_those_that_can() -> None:
-    with pytest.raises(UnsupportedError, match="mp3, opus, aac, flac, wav, pcm16") as raised:
-        audio_format(CHAT_FORMATS, "midi", "audio.format")
-    assert raised.value.param == "audio.format"
