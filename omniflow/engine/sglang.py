@@ -29,7 +29,6 @@ from omniflow.errors import (
     StartError,
     UnsupportedError,
 )
-from omniflow.media import TokenLogprob
 
 Decode = Callable[[list[int]], str]
 Finish = Literal["stop", "length", "abort"]
@@ -207,10 +206,7 @@ class SGLangEngine:
                 abort(self._scheduler, running.rid)
         if not ids and reason is None:
             return []
-        # Not strict: the stop token is among SGLang's tokens, and there is nothing where no logprobs were asked for.
-        logprobs = zip(ids, progress.logprobs, progress.top_logprobs, strict=False)
-        told = tuple(TokenLogprob(token, value, tuple(top)) for token, value, top in logprobs)
-        return [EngineOutput(request_id, tuple(ids), reason, told)]
+        return [EngineOutput(request_id, tuple(ids), reason, tuple(progress.logprobs[: len(ids)]))]
 
     def _new_ids(self, running: _Running, progress: Progress) -> tuple[list[int], Finish | None]:
         """The tokens that count of those that were drawn, and the finish reason where they end the request."""

@@ -53,8 +53,8 @@ class FrameScheduler(SteppedScheduler):
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """As SGLang's, then takes the codes of the batch before the next one overwrites them."""
         if batch.forward_mode.is_extend():
-            for req in batch.reqs:
-                self.model.enter(req.req_pool_idx, *self.entrances[req.rid])
+            for req, row in zip(batch.reqs, batch.req_pool_indices_cpu.tolist(), strict=True):
+                self.model.enter(row, *self.entrances[req.rid])
         result = super().run_batch(batch, *args, **kwargs)
         if not self.enable_overlap:
             result.frames = self.model.codes[batch.req_pool_indices]
@@ -208,7 +208,7 @@ def build_frame_engine(
     `ServerArgs`.
     """
     torch.set_num_threads(threads)
-    ModelRegistry.register("omniflow.engine.sglang_models")
+    ModelRegistry.register("omniflow.engine.sglang_models", overwrite=True)
     settings = server_settings(device, max_running, kv_tokens, deterministic)
     settings |= {"dtype": dtype, "load_format": "dummy", "disable_radix_cache": True}
     token = SETUP.set(FrameSetup(head, max_running + 1, max_steps))

@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 import sglang
+from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import DynamicGradMode, Scheduler
@@ -125,7 +126,7 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
 
     def has_work(self) -> bool:
         """True while `step` would do something."""
-        return not self.is_fully_idle()
+        return bool(self.outbox.progress) or not self.is_fully_idle()
 
     def kv_tokens(self) -> int:
         """Tokens that the KV cache holds."""
@@ -239,9 +240,8 @@ def abort(scheduler: SteppedScheduler, rid: str) -> None:
 
 
 def close() -> None:
-    """End the process groups that SGLang has made."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    """End SGLang's process groups and give the device's memory back, once nothing holds the scheduler any more."""
+    cleanup_dist_env_and_memory()
 
 
 def _construct(kind: type[S], server_args: ServerArgs) -> S:

@@ -44,5 +44,11 @@ def install() -> None:
     _kept.append(library)
 
 
+def install_where_needed() -> None:
+    """`install` where SGLang can be imported and there is no GPU; before transformers is imported, which also fails."""
+    if importlib.util.find_spec("sglang") is not None and not torch.cuda.is_available() and not _kept:
+        install()
+
+
 _kept: list[Any] = []
 """A library's declarations live as long as it does."""

@@ -1,0 +1,262 @@
+"""The SGLang engine against the reference engine, on a tiny random Llama: on a GPU, or on a CPU through the shim.
+
+SGLang is no requirement of the tests: they skip where it cannot be imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from omniflow.engine.base import EngineOutput, EngineRequest, Sampling
+from omniflow.engine.loop import EngineLoop
+from omniflow.engine.transformers import TransformersEngine
+from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, ProtocolError, UnsupportedError
+from tests.engine.tiny import CONTEXT, HIDDEN, VOCAB, drain, ids_of, prompt, request, run, tiny_llama
+
+if TYPE_CHECKING:
+    from omniflow.engine.sglang import SGLangEngine
+
+GPU = torch.cuda.is_available()
+MARGIN = 0.05 if GPU else 0.0
+"""Where two tokens are as near as this (logprob), other arithmetic may choose the other."""
+
+pytestmark = [
+    pytest.mark.gpu if GPU else pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.timeout(300),  # sglang alone takes 10 to 25 s to import, and compiles kernels on its first GPU run
+]
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(chr(32 + id) for id in ids)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    from omniflow.engine.sglang import load_engine
+
+    folder: Path = tmp_path_factory.mktemp("llama")
+    tiny_llama().save_pretrained(folder)
+    engine = load_engine(
+        folder,
+        decode=decode,
+        device="gpu" if GPU else "cpu",
+        dtype="float32",
+        kv_tokens=4096,
+        max_running=8,
+        max_waiting=16,
+        chunked_prefill_size=64,
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def reference() -> TransformersEngine:
+    return TransformersEngine(tiny_llama(), decode=decode)
+
+
+def assert_same(ours: list[EngineOutput], theirs: list[EngineOutput]) -> None:
+    """Equal tokens and ends, up to the first near tie (`theirs` with two `top_logprobs`)."""
+    for number, (our, their, logprob) in enumerate(
+        zip(ids_of(ours), ids_of(theirs), [each for output in theirs for each in output.logprobs], strict=False)
+    ):
+        (_, first), (_, second) = logprob.top
+        if first - second < MARGIN:
+            return
+        assert our == their, f"token {number}"
+    assert len(ids_of(ours)) == len(ids_of(theirs))
+    assert ours[-1].finish_reason == theirs[-1].finish_reason
+
+
+def greedy(id: str, ids: list[int], **more: object) -> EngineRequest:
+    return request(id, ids, top_logprobs=2, **more)
+
+
+def test_requests_that_join_and_leave_get_the_tokens_of_the_reference(
+    engine: SGLangEngine, reference: TransformersEngine
+) -> None:
+    requests = [greedy(str(number), prompt(5 + 13 * number, number), max_tokens=4 + 3 * number) for number in range(12)]
+    ours: dict[str, list[EngineOutput]] = {}
+    todo = list(requests)
+    while todo or engine.has_work():
+        if todo:
+            engine.start(todo.pop(0))
+        for output in engine.step():
+            ours.setdefault(output.id, []).append(output)
+    theirs = run(reference, requests)
+    for each in requests:
+        assert_same(ours[each.id], theirs[each.id])
+    assert engine.stats().num_running == engine.stats().num_waiting == engine.stats().kv_tokens_used == 0
+
+
+def test_embeddings_stand_where_they_are_put(engine: SGLangEngine, reference: TransformersEngine) -> None:
+    rows = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
+    asked = EngineRequest(
+        id="e",
+        ids=prompt(150),
+        embeds=rows,
+        positions=(4, 70, 149),
+        sampling=Sampling(max_tokens=12, top_logprobs=2),
+    )
+    assert_same(run(engine, [asked])["e"], run(reference, [asked])["e"])
+
+
+def test_the_prefix_cache_never_serves_the_state_of_other_embeddings(
+    engine: SGLangEngine, reference: TransformersEngine
+) -> None:
+    ids = [0] * 40 + prompt(8, 5)
+    for seed in (1, 2, None, 1):  # other rows, none, and the first again, over the same token ids
+        rows = None if seed is None else torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(seed))
+        asked = EngineRequest(
+            id="r",
+            ids=ids,
+            embeds=rows,
+            positions=() if rows is None else tuple(range(40)),
+            sampling=Sampling(max_tokens=10, top_logprobs=2),
+        )
+        assert_same(run(engine, [asked])["r"], run(reference, [asked])["r"])
+
+
+def test_the_prefix_cache_serves_a_prompt_again(engine: SGLangEngine, reference: TransformersEngine) -> None:
+    asked = greedy("again", prompt(60, 9), max_tokens=6)
+    theirs = run(reference, [asked])["again"]
+    for _ in range(2):
+        assert_same(run(engine, [asked])["again"], theirs)
+
+
+def test_fed_rows_are_a_prompt(engine: SGLangEngine, reference: TransformersEngine) -> None:
+    rows = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(3))
+    asked = EngineRequest(id="o", ids=prompt(5), open=True, sampling=Sampling(max_tokens=8, top_logprobs=2))
+    outputs = []
+    for each in (engine, reference):
+        each.start(asked)
+        each.feed("o", rows[:2], done=False)
+        assert ids_of(drain(each).get("o", [])) == []
+        each.feed("o", rows[2:], done=True)
+        outputs.append(drain(each)["o"])
+    assert_same(*outputs)
+    engine.feed("o", rows, done=True)  # it has ended: ignored
+    assert not engine.has_work()
+
+
+def test_abort_ends_the_one_that_is_named(engine: SGLangEngine) -> None:
+    alone = ids_of(run(engine, [request("10", prompt(9), max_tokens=20)])["10"])
+    for id in ("1", "10", "100"):
+        engine.start(request(id, prompt(9), max_tokens=20))
+    engine.step()
+    engine.abort("1")
+    engine.abort("nobody")
+    outputs = drain(engine)
+    assert outputs["1"][-1].finish_reason == "abort"
+    assert len(ids_of(outputs["1"])) < 20
+    for id in ("10", "100"):
+        assert outputs[id][-1].finish_reason == "length"
+        assert ids_of(outputs[id])[-10:] == alone[-10:]
+
+
+def test_abort_of_what_has_not_run(engine: SGLangEngine) -> None:
+    engine.start(request("queued", prompt(9)))
+    engine.start(EngineRequest(id="open", ids=[], open=True, sampling=Sampling()))
+    engine.abort("queued")
+    engine.abort("open")
+    outputs = drain(engine)
+    assert {id: each[-1].finish_reason for id, each in outputs.items()} == {"queued": "abort", "open": "abort"}
+    assert engine.stats().num_waiting == 0
+
+
+def test_stop_tokens_and_stop_strings_end_as_in_the_reference(
+    engine: SGLangEngine, reference: TransformersEngine
+) -> None:
+    plain = ids_of(run(reference, [request("p", prompt(30, 2), max_tokens=20)])["p"])
+    text = decode(plain)
+    asked = [
+        greedy("token", prompt(30, 2), max_tokens=20, stop_token_ids=frozenset([plain[6]])),
+        greedy("at the end", prompt(30, 2), max_tokens=7, stop_token_ids=frozenset([plain[6]])),
+        EngineRequest(
+            id="text", ids=prompt(30, 2), stop=(text[4:6],), sampling=Sampling(max_tokens=20, top_logprobs=2)
+        ),
+    ]
+    ours, theirs = run(engine, asked), run(reference, asked)
+    for each in asked:
+        assert theirs[each.id][-1].finish_reason == "stop"
+        assert_same(ours[each.id], theirs[each.id])
+
+
+def test_logprobs_are_those_of_the_model(engine: SGLangEngine, reference: TransformersEngine) -> None:
+    asked = request("l", prompt(20, 4), max_tokens=6, top_logprobs=3)
+    ours, theirs = run(engine, [asked])["l"], run(reference, [asked])["l"]
+    for our, their in zip(ours, theirs, strict=True):
+        (first,), (second,) = our.logprobs, their.logprobs
+        assert first.id == our.ids[0]
+        assert abs(first.logprob - second.logprob) < (0.02 if GPU else 1e-4)
+        assert len(first.top) == 3
+    assert run(engine, [request("n", prompt(20, 4))])["n"][0].logprobs == ()
+
+
+def test_biases_and_penalties_change_what_is_drawn(engine: SGLangEngine, reference: TransformersEngine) -> None:
+    forced = run(engine, [request("b", prompt(9), max_tokens=5, logit_bias=((7, 100.0),))])["b"]
+    assert ids_of(forced) == [7] * 5
+    asked = greedy("f", prompt(9), max_tokens=24, frequency_penalty=1.5, presence_penalty=0.5)
+    ours = run(engine, [asked])["f"]
+    assert_same(ours, run(reference, [asked])["f"])
+    assert ids_of(ours) != ids_of(run(engine, [request("g", prompt(9), max_tokens=24)])["g"])
+
+
+def test_what_cannot_be_done_is_refused_and_the_next_request_runs(engine: SGLangEngine) -> None:
+    with pytest.raises(UnsupportedError, match="seed needs deterministic"):
+        engine.start(request("s", prompt(5), seed=1, temperature=1.0))
+    with pytest.raises(ContextLengthError, match=f"prompt has {CONTEXT} tokens"):
+        engine.start(request("c", prompt(CONTEXT)))
+    with pytest.raises(InvalidInputError, match="prompt is empty"):
+        engine.start(request("i", []))
+    with pytest.raises(ProtocolError, match="outside of the vocabulary"):
+        engine.start(request("v", [VOCAB]))
+    with pytest.raises(ProtocolError, match=f"this model takes \\[n, {HIDDEN}\\]"):
+        engine.start(
+            EngineRequest(id="w", ids=[1], embeds=torch.zeros(1, 3), positions=(0,), sampling=Sampling(max_tokens=1))
+        )
+    for number in range(16):
+        engine.start(request(f"q{number}", prompt(5), max_tokens=2))
+    with pytest.raises(OverloadedError, match="16 generations are waiting"):
+        engine.start(request("one more", prompt(5)))
+    outputs = drain(engine)
+    assert all(outputs[f"q{number}"][-1].finish_reason == "length" for number in range(16))
+    assert ids_of(run(engine, [request("s", prompt(5), seed=1)])["s"])  # greedy: nothing is drawn
+
+
+def test_a_second_engine_in_a_process_is_refused(engine: SGLangEngine, tmp_path: Path) -> None:
+    from omniflow.engine.sglang import load_engine
+    from omniflow.errors import StartError
+
+    with pytest.raises(StartError, match="one engine in a process"):
+        load_engine(tmp_path, device="gpu" if GPU else "cpu")
+
+
+@pytest.mark.anyio
+async def test_the_loop_drives_it_and_a_reader_that_leaves_aborts(
+    engine: SGLangEngine, reference: TransformersEngine
+) -> None:
+    class Kept:
+        """`engine` without its `close`: the other tests need it. Only the loop's thread may step it."""
+
+        def __getattr__(self, name: str) -> object:
+            return (lambda: None) if name == "close" else getattr(engine, name)
+
+    loop = EngineLoop(Kept)  # type: ignore[arg-type]
+    await loop.setup()
+    asked = greedy("loop", prompt(12), max_tokens=9)
+    async with loop.generate(asked) as outputs:
+        ours = [output async for output in outputs]
+    assert_same(ours, run(reference, [asked])["loop"])
+    async with loop.generate(request("left", prompt(12), max_tokens=200)) as outputs:
+        await outputs.__anext__()
+    await loop.close()
+    drain(engine)
+    assert engine.stats().kv_tokens_used == 0
