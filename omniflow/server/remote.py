@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 import anyio.to_thread
 
-from omniflow.errors import InvalidInputError, OverloadedError
+from omniflow.errors import InvalidInputError, OverloadedError, RequestError
 from omniflow.server.failures import BodyTooLargeError
-from omniflow.server.scopes import unwrapped
 
 if TYPE_CHECKING:
     import httpx
@@ -57,17 +56,22 @@ class Limits(NamedTuple):
 
 
 def is_public(address: str) -> bool:
-    """True for an address of the open internet. Those that carry an IPv4 address in them must be so, too."""
+    """True for an address of the open internet."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip.sixtofour is not None or ip.teredo is not None or any(ip in network for network in _TRANSLATED):
-            return False
-        ip = ip.ipv4_mapped or ip
-    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
+    if isinstance(ip, ipaddress.IPv6Address) and ip not in _UNICAST:
+        return False
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _SPECIAL)
 
 
-_TRANSLATED = [ipaddress.IPv6Network(net) for net in ("64:ff9b::/96", "64:ff9b:1::/48", "::/96")]
-"""What gateways translate to IPv4 addresses of their choice."""
+_UNICAST = ipaddress.ip_network("2000::/3")
+"""The part of IPv6 that is given to networks; gateways to IPv4 are among the rest."""
+_SPECIAL = tuple(
+    ipaddress.ip_network(network)
+    for network in ("192.0.0.0/24", "192.88.99.0/24", "2001::/23", "2002::/16", "3fff::/20")
+)
+"""For protocols, relays to IPv4 and examples: not all Python versions know that nobody's server is there."""
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -80,11 +84,17 @@ class RemoteMedia:
     """Fetches for all requests of a server."""
 
     def __init__(
-        self, limits: Limits, *, resolve: Resolve = resolve, is_allowed: Callable[[str], bool] = is_public
+        self,
+        limits: Limits,
+        *,
+        resolve: Resolve = resolve,
+        is_allowed: Callable[[str], bool] = is_public,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._limits = limits
         self._resolve = resolve
         self._is_allowed = is_allowed
+        self._tls = tls
         self._places = anyio.Semaphore(limits.max_at_once)
 
     async def fetch(self, wanted: Iterable[Wanted]) -> dict[str, Fetched]:
@@ -98,15 +108,21 @@ class RemoteMedia:
             at = list(first.values())[0].at
             raise InvalidInputError(f"{at}: more than {self._limits.max_urls} URLs in one request", param=at)
         found: dict[str, Fetched] = {}
+        errors: list[RequestError] = []
         budget = _Budget(self._limits.max_bytes)
 
         async def fetch_one(each: Wanted) -> None:
-            found[each.url] = await self._in_time(each, budget)
+            try:
+                found[each.url] = await self._in_time(each, budget)
+            except RequestError as error:
+                errors.append(error)
+                group.cancel_scope.cancel()
 
-        with unwrapped():
-            async with anyio.create_task_group() as group:
-                for each in first.values():
-                    group.start_soon(fetch_one, each)
+        async with anyio.create_task_group() as group:
+            for each in first.values():
+                group.start_soon(fetch_one, each)
+        if errors:
+            raise errors[0]
         return found
 
     async def _in_time(self, wanted: Wanted, budget: _Budget) -> Fetched:
@@ -124,8 +140,9 @@ class RemoteMedia:
     async def _follow(self, wanted: Wanted, budget: _Budget) -> Fetched:
         import httpx
 
-        context = await anyio.to_thread.run_sync(_tls)
-        async with httpx.AsyncClient(verify=context, trust_env=False, timeout=None) as client:
+        if self._tls is None:  # reading the certificates takes 20 ms
+            self._tls = await anyio.to_thread.run_sync(functools.partial(httpx.create_ssl_context, trust_env=False))
+        async with httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client:
             url = wanted.url
             for _ in range(self._limits.max_redirects + 1):
                 try:
@@ -143,10 +160,11 @@ class RemoteMedia:
         """The head of the reply from one of the addresses of `url`, which are all looked at before."""
         import httpx
 
-        if url.scheme not in _PORTS or not url.host or url.userinfo:
+        port = url.port or _PORTS.get(url.scheme, 0)
+        if not url.host or url.userinfo or url.scheme not in _PORTS or port > 65535:
             raise _refused(at, "is not a plain http or https URL")
         host = url.raw_host.decode()
-        addresses = await self._resolve(host, url.port or _PORTS[url.scheme])
+        addresses = await self._resolve(host, port)
         if not addresses or not all(map(self._is_allowed, addresses)):
             raise _refused(at, "does not lead to a public address")
         headers = {**_HEADERS, "host": url.netloc.decode()}
@@ -195,14 +213,6 @@ async def _read(reply: httpx.Response, at: str, budget: _Budget) -> Fetched:
         raise _refused(at, "is empty")
     mime = reply.headers.get("content-type", "application/octet-stream").partition(";")[0].strip().lower()
     return Fetched(mime, bytes(data))
-
-
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    """Reading the certificates takes 20 ms, once."""
-    import httpx
-
-    return httpx.create_ssl_context(trust_env=False)
 
 
 def _refused(at: str, why: str) -> InvalidInputError:
