@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -66,8 +65,3 @@ async def delete_voice(service: Service, request: Request) -> Response:
             f"there is no voice {name!r}; there are {', '.join(names_of(service.voices))}", param="voice"
         )
     raise UnsupportedError(f"voice {name!r} cannot be deleted: {_FIXED}", param="voice")
-
-
-def names_of(voices: Sequence[NamedVoice]) -> list[str]:
-    """What requests call them."""
-    return [voice.name for voice in voices]
