@@ -59,9 +59,7 @@ async def create_voice(service: Service, call: Call) -> None:
 
 async def delete_voice(service: Service, request: Request) -> Response:
     """Refused as well: a voice of the model stays. Raises NotFoundError where there is no such voice."""
-    name = request.path_params["voice"]
-    if name not in names_of(service.voices):
-        raise NotFoundError(
-            f"there is no voice {name!r}; there are {', '.join(names_of(service.voices))}", param="voice"
-        )
+    name, known = request.path_params["voice"], [voice.name for voice in service.voices]
+    if name not in known:
+        raise NotFoundError(f"there is no voice {name!r}; there are {', '.join(known) or 'none'}", param="voice")
     raise UnsupportedError(f"voice {name!r} cannot be deleted: {_FIXED}", param="voice")
