@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -112,7 +112,7 @@ class DevicePool(BlockPool):
         self.limit_bytes = limit_bytes
         self._make = make
         self._memory: DeviceMemory | None = None
-        self._problem: DeviceError | None = None
+        self._problem: str | None = None
         self._opening = anyio.Lock()
         self._arena = Arena(limit_bytes)
         # The slot free for longest is used next: a process that is being killed may still write its words.
@@ -125,13 +125,13 @@ class DevicePool(BlockPool):
         """The memory, taken at the first call. Raises DeviceError where it cannot be had, at each call."""
         async with self._opening:
             if self._problem is not None:
-                raise self._problem
+                raise DeviceError(self._problem)
             if self._memory is None:
-                try:
-                    self._memory = await anyio.to_thread.run_sync(self._make, self.limit_bytes)
-                except DeviceError as error:
-                    self._problem = error
-                    raise
+                found = await anyio.to_thread.run_sync(_outcome, self._make, self.limit_bytes)
+                if isinstance(found, str):
+                    self._problem = found
+                    raise DeviceError(found)
+                self._memory = found
             return self._memory
 
     @property
@@ -238,15 +238,12 @@ class CudaIpcLane(Lane):
         if self._offer is None:
             return
         (offer, descriptors), self._offer = self._offer, None
-        try:
-            memory = await anyio.to_thread.run_sync(self._attach, *descriptors, offer.size_bytes, offer.device)
-        except DeviceError as error:
-            port.send(LaneAnswer(str(error)))
-            return
-        finally:
-            _close_all(descriptors)
-        if not self._closed:
-            self._theirs = memory
+        found = await anyio.to_thread.run_sync(_outcome, self._attach, *descriptors, offer.size_bytes, offer.device)
+        _close_all(descriptors)
+        if isinstance(found, str):
+            port.send(LaneAnswer(found))
+        elif not self._closed:
+            self._theirs = found
             port.send(LaneAnswer())
 
     def on_offer(self, offer: LaneOffer, descriptors: Sequence[int]) -> None:
@@ -304,6 +301,14 @@ class CudaIpcLane(Lane):
             for slot, generation in self._awaited.items():
                 self._theirs.words[slot, FILLED] = generation
             self._theirs = None
+
+
+def _outcome(call: Callable[..., DeviceMemory], *arguments: Any) -> DeviceMemory | str:
+    """What `call` gives, or why it gives nothing: an error that comes out of a thread holds what its frames hold."""
+    try:
+        return call(*arguments)
+    except DeviceError as error:
+        return str(error)
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

@@ -1,0 +1,345 @@
+"""What lanes promise beside the contract of all transports: which tensors go by them, and how their memory returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+
+from omniflow.errors import DeviceError
+from omniflow.messages import LaneAnswer
+from omniflow.transport.cuda_ipc import FREED, Arena, CudaIpcLane, DevicePool, reached
+from omniflow.transport.nccl import NcclLane
+
+from .ends import Ends
+
+torch = pytest.importorskip("torch")
+from . import host_memory  # noqa: E402 - needs torch
+from .host_memory import HostMemory  # noqa: E402
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
+
+LANES = ["cuda_ipc", "cuda_ipc of another GPU", "nccl"]
+
+
+class Mixed(msgspec.Struct, frozen=True):
+    tensors: list[torch.Tensor]
+    rows: np.ndarray
+    text: str
+
+
+def mixed(size: int = 20_000) -> Mixed:
+    tensors = [torch.arange(size), torch.full((3, 5), 2.5, dtype=torch.bfloat16), torch.ones(7, dtype=torch.bool)]
+    return Mixed(tensors, np.arange(size), "ä" * size)
+
+
+def assert_mixed(got: Mixed, expected: Mixed) -> None:
+    assert got.text == expected.text
+    assert np.array_equal(got.rows, expected.rows)
+    assert [(each.dtype, each.shape) for each in got.tensors] == [(each.dtype, each.shape) for each in expected.tensors]
+    assert all(torch.equal(one, other) for one, other in zip(got.tensors, expected.tensors, strict=True))
+
+
+def ours(ends: Ends) -> HostMemory:
+    assert isinstance(ends.lane_a, CudaIpcLane) and isinstance(ends.lane_a.pool.memory, HostMemory)
+    return ends.lane_a.pool.memory
+
+
+def theirs(ends: Ends) -> HostMemory:
+    assert isinstance(ends.lane_b, CudaIpcLane) and isinstance(ends.lane_b._theirs, HostMemory)
+    return ends.lane_b._theirs
+
+
+@pytest.mark.parametrize("kind", LANES)
+async def test_tensors_by_the_lane_and_the_rest_by_messages(kind: str) -> None:
+    async with Ends.opened(kind, 2**22) as ends:
+        assert ends.a.statistics().lane == kind.split()[0]
+        taken: list[int] = []
+        fetch = ends.lane_b.fetch
+        ends.lane_b.fetch = lambda block: taken.append(block.length) or fetch(block)
+        for size in (10, 20_000):
+            got = await ends.there(mixed(size))
+            assert_mixed(got, mixed(size))
+            del got
+        assert taken == ([519, 160_263] if kind == "nccl" else [768, 160_512])
+        await ends.returned()
+        assert ends.lane_a.pool.blocks_in_use == 0
+
+
+async def test_until_the_lane_is_open_tensors_go_through_the_host() -> None:
+    ends = Ends("cuda_ipc")
+    assert_mixed(await ends.there(mixed()), mixed())
+    assert ends.a.statistics().lane is None
+    ends.close()
+
+
+async def test_what_does_not_fit_into_the_pool_goes_through_the_host() -> None:
+    async with Ends.opened("cuda_ipc", 2**20) as ends:
+        value = [torch.zeros(700_000, dtype=torch.uint8) for _ in range(2)]
+        ends.memory_a.pool.limit_bytes *= 4
+        got = await ends.there(value, list[torch.Tensor])
+        assert [len(each) for each in got] == [700_000] * 2
+        assert ends.lane_a.pool.blocks_in_use == 0
+        assert (await ends.there(value[0], torch.Tensor)).data_ptr()
+        assert theirs(ends).words.any()
+
+
+async def test_views_lie_in_the_senders_memory() -> None:
+    async with Ends.opened("cuda_ipc") as ends:
+        got = await ends.there(torch.zeros(1000), torch.Tensor)
+        ours(ends).view(0, 4000)[0].view(torch.float32)[5] = 3
+        assert got[5] == 3
+
+
+async def test_a_block_returns_when_the_last_view_dies() -> None:
+    async with Ends.opened("cuda_ipc") as ends:
+        got = await ends.there([torch.arange(100), torch.arange(50)], list[torch.Tensor])
+        kept = got[0][5:].reshape(5, 19)
+        del got
+        await anyio.sleep(0.01)
+        assert (ends.a.statistics().blocks_held, ends.lane_a.pool.blocks_in_use) == (1, 1)
+        assert kept[0, 0] == 5
+        del kept
+        await ends.returned()
+        assert ends.lane_a.pool.blocks_in_use == 0
+
+
+async def test_a_sender_waits_for_the_pool_and_goes_on() -> None:
+    async with Ends.opened("cuda_ipc", 2**20) as ends:
+        held = [await ends.there(torch.full((250_000,), n, dtype=torch.uint8), torch.Tensor) for n in range(4)]
+        pending = ends.a.send_item(1, 7, 4, torch.full((250_000,), 4, dtype=torch.uint8))
+        assert pending is not None
+        async with anyio.create_task_group() as tasks:
+
+            async def finish() -> None:
+                await pending
+
+            tasks.start_soon(finish)
+            await anyio.wait_all_tasks_blocked()
+            assert not ends.at_b.items
+            del held[1]
+            assert (await ends.at_b.item()).value[-1] == 4
+        assert [each[0] for each in held] == [0, 2, 3]
+
+
+async def test_a_cancelled_sender_gives_back_what_it_had_taken() -> None:
+    """It had a block of the pool and waited for one of shared memory."""
+    async with Ends.opened("cuda_ipc", 2**20) as ends:
+        held = await ends.there(np.zeros(900_000, np.uint8), np.ndarray)
+        with anyio.move_on_after(0.01) as scope:
+            await ends.send([mixed(50_000)], list[Mixed])
+        assert scope.cancelled_caught
+        assert ends.lane_a.pool.blocks_in_use == 0
+        del held
+        assert_mixed((await ends.there([mixed(50_000)], list[Mixed]))[0], mixed(50_000))
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+async def test_memory_that_a_device_still_reads_is_not_used_again() -> None:
+    """The view has died, but the reader's stream is not through with it."""
+    async with Ends.opened("cuda_ipc", 2**20) as ends:
+        theirs(ends).held = []
+        first = await ends.there(torch.zeros(400_000, dtype=torch.uint8), torch.Tensor)
+        address = first.data_ptr()
+        del first
+        await ends.returned()
+        second = await ends.there(torch.zeros(400_000, dtype=torch.uint8), torch.Tensor)
+        assert second.data_ptr() != address
+        assert ours(ends).waits == []
+        # Where there is nothing else, our stream waits for the word of the oldest.
+        third = await ends.there(torch.zeros(300_000, dtype=torch.uint8), torch.Tensor)
+        assert third.data_ptr() == address
+        assert len(ours(ends).waits) == 1 and ours(ends).waits_for_ever()
+        for slot, word, value in theirs(ends).held:
+            theirs(ends).words[slot, word] = value
+        assert not ours(ends).waits_for_ever()
+
+
+async def test_a_reader_waits_for_what_is_not_there_yet_and_not_for_what_is() -> None:
+    async with Ends.opened("cuda_ipc") as ends:
+        await ends.there(torch.zeros(10), torch.Tensor)
+        assert theirs(ends).waits == []
+        ours(ends).held = []
+        await ends.there(torch.zeros(10), torch.Tensor)
+        assert len(theirs(ends).waits) == 1 and theirs(ends).waits_for_ever()
+
+
+async def test_no_stream_waits_for_a_sender_that_has_died() -> None:
+    async with Ends.opened("cuda_ipc") as ends:
+        ours(ends).held = []
+        got = await ends.there(torch.zeros(10), torch.Tensor)
+        memory = theirs(ends)
+        assert memory.waits_for_ever()
+        ends.a.close()
+        await ends.at_b.closed.wait()
+        assert not memory.waits_for_ever()
+        assert len(got) == 10
+
+
+async def test_no_stream_waits_for_a_reader_that_has_died() -> None:
+    """It had given a block back, which our stream waits to write to, and holds another."""
+    async with Ends.opened("cuda_ipc", 2**20) as ends:
+        theirs(ends).held = []
+        first = await ends.there(torch.zeros(700_000, dtype=torch.uint8), torch.Tensor)
+        del first
+        await ends.returned()
+        second = await ends.there(torch.zeros(700_000, dtype=torch.uint8), torch.Tensor)
+        assert ours(ends).waits_for_ever()
+        ends.b.close()
+        await ends.at_a.closed.wait()
+        assert not ours(ends).waits_for_ever()
+        assert ends.lane_a.pool.blocks_in_use == 0
+        block = ends.lane_a.pool.try_take(2**20)
+        assert block is not None and not ours(ends).waits_for_ever()
+        assert len(second) == 700_000
+
+
+def test_words_count_around() -> None:
+    assert reached(np.uint32(5), 5) and reached(np.uint32(6), 5) and not reached(np.uint32(4), 5)
+    assert reached(np.uint32(3), 0x7FFFFFFF + 0x7FFFFFFF)
+    assert not reached(np.uint32(0xFFFFFFF0), 3)
+
+
+async def test_a_pool_with_more_blocks_than_slots() -> None:
+    """Slots are used in turn, so that a late word of a dead process meets no new block."""
+    pool = DevicePool(2**20, host_memory.take)
+    memory = await pool.open()
+    blocks = [pool.try_take(256) for _ in range(512)]
+    assert None not in blocks and pool.try_take(256) is None
+    assert blocks[0] is not None
+    pool.give_back(*_key(blocks[0]))
+    memory.words[blocks[0].slot, FREED] = blocks[0].generation
+    again = pool.try_take(256)
+    assert again is not None and (again.slot, again.generation) == (blocks[0].slot, blocks[0].generation + 1)
+    pool.give_back(*_key(blocks[0]))  # stale
+    assert pool.blocks_in_use == 512
+    pool.close()
+    del memory
+
+
+def _key(block: Any) -> tuple[int, int, int]:
+    return block.slab, block.slot, block.generation
+
+
+def test_free_ranges_are_joined() -> None:
+    arena = Arena(1000)
+    offsets = [arena.take(100) for _ in range(10)]
+    assert (offsets, arena.take(1)) == ([n * 100 for n in range(10)], None)
+    for number in (3, 5, 4, 9, 0):
+        arena.give(number * 100, 100)
+    assert arena._free == [(0, 100), (300, 300), (900, 100)]
+    assert arena.take(300) == 300 and arena.take(101) is None and arena.take(60) == 0 and arena.take(60) == 900
+    for offset, size in ((300, 300), (0, 60), (900, 60), (100, 200), (600, 300)):
+        arena.give(offset, size)
+    assert arena._free == [(0, 1000)]
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def refusing(*_arguments: Any) -> HostMemory:
+    raise DeviceError("there is none")
+
+
+@pytest.mark.parametrize("end", ["a", "b"])
+async def test_where_memory_cannot_be_shared_tensors_go_through_the_host(
+    end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = Ends("cuda_ipc")
+    assert isinstance(ends.lane_a, CudaIpcLane) and isinstance(ends.lane_b, CudaIpcLane)
+    if end == "a":
+        ends.lane_a.pool = DevicePool(2**20, refusing)
+    else:
+        ends.lane_b._attach = refusing
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ends.lane_a.serve, ends.a)
+        tasks.start_soon(ends.lane_b.serve, ends.b)
+        while ends.lane_a.problem is None:
+            await anyio.sleep(0.001)
+        assert_mixed(await ends.there(mixed()), mixed())
+        assert "device tensors to b go through the host, not by cuda_ipc: there is none" in caplog.text
+        ends.close()
+
+
+async def test_a_peer_without_a_lane() -> None:
+    ends = Ends("cuda_ipc")
+    ends.b._lane = None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ends.lane_a.serve, ends.a)
+        while ends.lane_a.problem is None:
+            await anyio.sleep(0.001)
+        assert ends.lane_a.problem == "the other host has no lane"
+        ends.close()
+
+
+@pytest.mark.parametrize("kind", LANES)
+async def test_a_link_that_is_closed_while_its_lane_opens(kind: str) -> None:
+    for turns in (0, 1, 3):
+        ends = Ends(kind)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ends.lane_a.serve, ends.a)
+            tasks.start_soon(ends.lane_b.serve, ends.b)
+            for _ in range(turns):
+                await anyio.sleep(0.001)
+            ends.close()
+
+
+async def test_the_next_communicator_works_after_a_death() -> None:
+    for number in range(3):
+        async with Ends.opened("nccl") as ends:
+            assert (await ends.there(torch.full((9,), number), torch.Tensor))[0] == number
+            ends.b.close()
+            await ends.at_a.closed.wait()
+            assert ends.lane_a.pool.blocks_in_use == 0
+
+
+async def test_a_receive_that_fails_fails_its_request_and_closes_the_lane() -> None:
+    """What was not received would be taken for what comes next."""
+    async with Ends.opened("nccl") as ends:
+        assert isinstance(ends.lane_a, NcclLane) and isinstance(ends.lane_b, NcclLane)
+        way = ends.lane_b._in
+        assert way is not None
+
+        def fail(size: int) -> Any:
+            raise RuntimeError("out of memory")
+
+        way.receive = fail
+        await ends.send(torch.zeros(9), torch.Tensor)
+        await ends.send(torch.zeros(9), torch.Tensor)
+        while len(ends.at_b.bad) < 2:
+            await ends.at_b.news()
+        assert ends.at_b.bad[0][2].message == "its tensors cannot be had: RuntimeError: out of memory"
+        assert (await ends.there(torch.ones(9), torch.Tensor)).sum() == 9
+        assert ends.lane_a.problem == "RuntimeError: out of memory"
+
+
+async def test_a_send_that_fails_is_told_to_the_receiver() -> None:
+    async with Ends.opened("nccl") as ends:
+        assert isinstance(ends.lane_a, NcclLane) and isinstance(ends.lane_b, NcclLane)
+        way = ends.lane_a._out
+        assert way is not None
+
+        def fail(flat: Any) -> Any:
+            raise RuntimeError("the peer is gone")
+
+        way.send = fail
+        ends.lane_b._in, kept = None, ends.lane_b._in  # its receive would wait for what does not come
+        await ends.send(torch.zeros(9), torch.Tensor)
+        while not ends.at_b.bad:
+            await ends.at_b.news()
+        assert ends.lane_a.problem == "RuntimeError: the peer is gone"
+        assert (await ends.there(torch.ones(9), torch.Tensor)).sum() == 9
+        ends.lane_b._in = kept
+
+
+async def test_a_refusal_comes_once() -> None:
+    lane = NcclLane("gloo", 100, sends=True, receives=False)
+    lane.on_answer(LaneAnswer("first"), "b")
+    lane.on_answer(LaneAnswer(), "b")
+    lane.on_answer(LaneAnswer("second"), "b")
+    assert (lane.is_open, lane.problem) == (False, "first")
