@@ -62,10 +62,8 @@ class Merge(Actor):
             raise UnsupportedError("this model takes no images; send text or audio", param="messages")
         heard = dict(zip(audio.index, audio.texts, strict=True)) if audio else {}
         heard = {index: text.strip() or NOTHING_HEARD for index, text in heard.items()}
-        turns, tools = [_written(message, heard) for message in prompt.messages], ctx.options.tools
-        texts = [turn.text for turn in turns] + [call.arguments for turn in turns for call in turn.calls]
-        await self._refuse_far_too_long(texts + [tool.description + tool.parameters for tool in tools])
-        ids = await self.offload(self._chat.encode, turns, tools)
+        await self._refuse_far_too_long(_texts(prompt, heard, ctx.options.tools))
+        ids = await self.offload(self._chat.encode, prompt, heard, ctx.options.tools)
         if len(ids) > self._chat.max_tokens:
             raise self._too_long(f"{len(ids)}")
         audio_tokens = await self.offload(self._chat.count, list(heard.values())) if heard else 0
@@ -106,8 +104,9 @@ class _ChatFormat:
         longest_first = sorted(self._control, key=len, reverse=True)
         self._control_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
-    def encode(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> list[int]:
+    def encode(self, prompt: Prompt, heard: dict[int, str], tools: Sequence[Tool]) -> list[int]:
         """Token ids of a conversation as the template arranges it, up to where the answer begins."""
+        turns = [_written(message, heard) for message in prompt.messages]
         texts, controls = self._between_controls(turns, tools)
         encoded = _encode(self._tokenizer, texts)
         ids = list(encoded[0])
@@ -255,6 +254,14 @@ def _token_names(folder: Path) -> dict[str, str]:
     """`bos_token` and its like, which templates may use."""
     config = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes())
     return {name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)}
+
+
+def _texts(prompt: Prompt, heard: dict[int, str], tools: Sequence[Tool]) -> list[str]:
+    """All that will be in the prompt, in no special order."""
+    pieces = [piece for message in prompt.messages for piece in message.pieces]
+    texts = [piece if isinstance(piece, str) else heard.get(piece, "") for piece in pieces]
+    texts += [call.arguments for message in prompt.messages for call in message.tool_calls]
+    return texts + [tool.description + tool.parameters for tool in tools]
 
 
 def _written(message: PromptMessage, heard: dict[int, str]) -> Turn:

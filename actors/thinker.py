@@ -110,7 +110,7 @@ class Thinker(ThinkerRole):
                     await emit.send(Tokens(output.ids, output.logprobs))
                 if output.finish_reason == "length":
                     reason = "length"
-        return Generated(reason, len(prompt.ids), count)
+        return Generated(reason, len(prompt.ids), count, audio_tokens=prompt.audio_tokens)
 
     async def _grammar(self, options: Options) -> str | None:
         """What the answer is held to, ready for the engine."""

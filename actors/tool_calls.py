@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from actors.tool_format import HERMES
 from omniflow.media import ToolCallDelta
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = HERMES.begin, HERMES.end
 _HEAD = re.compile(rf'{OPEN}\s*{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?={{)')
 """What comes before arguments that can be given on while they are written."""
 _NO_TEXT = re.compile(r'[\s{}\[\],"]*')

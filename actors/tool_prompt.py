@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from actors.tool_format import HERMES
 from omniflow.errors import InvalidInputError
 from omniflow.media import Tool, ToolCall
 
@@ -16,8 +17,7 @@ MAX_DEPTH = 100
 HOW_TO_CALL = (
     "You can call the functions below; each line between <tools> and </tools> describes one as JSON.\n"
     "<tools>\n{tools}\n</tools>\n"
-    "To call a function, write its name and its arguments as JSON between <tool_call> and </tool_call>:\n"
-    '<tool_call>\n{{"name": "the function", "arguments": {{"an argument": "its value"}}}}\n</tool_call>'
+    "To call a function, write its name and its arguments like this:\n{example}"
 )
 
 
@@ -76,7 +76,8 @@ def in_plain_turns(turns: Iterable[Turn], tools: Sequence[Tool]) -> list[Turn]:
     plain = [_plain(turn) for turn in turns]
     if not tools:
         return plain
-    how = HOW_TO_CALL.format(tools="\n".join(_json(described(tool)) for tool in tools))
+    example = _call("the function", {"an argument": "its value"})
+    how = HOW_TO_CALL.format(tools="\n".join(_json(described(tool)) for tool in tools), example=example)
     if plain and plain[0].role == "system":
         return [Turn("system", f"{plain[0].text}\n\n{how}"), *plain[1:]]
     return [Turn("system", how), *plain]
@@ -85,9 +86,12 @@ def in_plain_turns(turns: Iterable[Turn], tools: Sequence[Tool]) -> list[Turn]:
 def _plain(turn: Turn) -> Turn:
     if turn.role == "tool":
         return Turn("user", f"<tool_response>\n{turn.text}\n</tool_response>")
-    calls = [_json({"name": call.name, "arguments": arguments_of(call)}) for call in turn.calls]
-    markup = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
+    markup = [_call(call.name, arguments_of(call)) for call in turn.calls]
     return Turn(turn.role, "\n".join([turn.text, *markup] if turn.text else markup or [""]))
+
+
+def _call(name: str, arguments: Any) -> str:
+    return HERMES.opening(name) + _json(arguments) + HERMES.closing
 
 
 def _json(value: Any) -> str:

@@ -52,9 +52,11 @@ async def think(thinker: Thinker, ids: list[int], **options: object) -> tuple[li
 async def test_tokens_come_one_by_one_and_the_end_says_how_many(folder: Path) -> None:
     emit: ListEmit[Tokens] = ListEmit()
     async with started(folder) as thinker:
-        generated = await thinker.run(TokenPrompt(prompt(7)), emit, context(max_tokens=5, temperature=0.0))
+        generated = await thinker.run(
+            TokenPrompt(prompt(7), audio_tokens=3), emit, context(max_tokens=5, temperature=0.0)
+        )
     assert [len(tokens.ids) for tokens in emit.items] == [1] * 5
-    assert generated == Generated("length", 7, 5)
+    assert generated == Generated("length", 7, 5, audio_tokens=3)
 
 
 async def test_settings_are_the_defaults_and_options_override_them(folder: Path) -> None:
