@@ -26,6 +26,7 @@ from actors.roles import (
 )
 from actors.segmenter import Segmenter
 from actors.thinker import Thinker
+from actors.tiny_talker.talker import TinyTalker
 from actors.whisper.scribe import WhisperScribe
 from actors.whisper.transcriber import WhisperTranscriber
 from omniflow import Budget, Graph, absent, bind, one_for_one
@@ -61,22 +62,35 @@ graph.output(
 )
 
 again = one_for_one(max_restarts=5, within_s=60)
-graph.profile(
-    "embedded",
-    "small real models that run on a laptop CPU: SmolLM2-135M thinks, Whisper tiny.en hears, Piper 'joe' speaks",
-    preprocess=bind(Preprocess),
-    audio_encoder=bind(WhisperTranscriber, memory=Budget(weights="80 MB", workspace="60 MB"), restart=again),
-    image_encoder=absent("this profile has no image encoder: no small one is packaged; send text or audio"),
-    merge=bind(Merge, model="smollm2-135m-instruct"),
-    thinker=bind(
+embedded = {
+    "preprocess": bind(Preprocess),
+    "audio_encoder": bind(WhisperTranscriber, memory=Budget(weights="80 MB", workspace="60 MB"), restart=again),
+    "image_encoder": absent("this profile has no image encoder: no small one is packaged; send text or audio"),
+    "merge": bind(Merge, model="smollm2-135m-instruct"),
+    "thinker": bind(
         Thinker,
         model="smollm2-135m-instruct",
         memory=Budget(weights="650 MB", workspace="300 MB", kv_tokens=16384, kv_bytes_per_token=46080),
         restart=again,
     ),
-    detokenize=bind(Detokenize, model="smollm2-135m-instruct"),
-    segment=bind(Segmenter),
-    talker=bind(PiperTalker, memory=Budget(weights="57 MB", workspace="100 MB"), restart=again),
-    vocoder=bind(PiperVocoder, memory=Budget(weights="7 MB", workspace="100 MB"), restart=again),
-    transcribe=bind(WhisperScribe, memory=Budget(workspace="60 MB")),
+    "detokenize": bind(Detokenize, model="smollm2-135m-instruct"),
+    "segment": bind(Segmenter),
+    "talker": bind(PiperTalker, memory=Budget(weights="57 MB", workspace="100 MB"), restart=again),
+    "vocoder": bind(PiperVocoder, memory=Budget(weights="7 MB", workspace="100 MB"), restart=again),
+    "transcribe": bind(WhisperScribe, memory=Budget(workspace="60 MB")),
+}
+ar_talker = bind(
+    TinyTalker,
+    memory=Budget(weights="65 MB", workspace="250 MB", kv_tokens=16384, kv_bytes_per_token=7168),
+    restart=again,
+)
+graph.profile(
+    "embedded",
+    "small real models that run on a laptop CPU: SmolLM2-135M thinks, Whisper tiny.en hears, Piper 'joe' speaks",
+    **embedded,
+)
+graph.profile(
+    "embedded-ar",
+    "the same, with a small autoregressive talker in the voice of 'joe'",
+    **embedded | {"talker": ar_talker},
 )
