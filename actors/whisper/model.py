@@ -180,11 +180,17 @@ def spoken_spans(bounds: Sequence[int], loud: np.ndarray) -> list[tuple[int, int
     """First frame and end of each word, given where one ends and the next begins according to the model.
 
     It puts a pause, and up to 0.3 s of what is behind it, into one of the words beside it. So of a word with a pause
-    inside, the longer part is the word, and the rest belongs to its neighbours. Words neither overlap nor run back.
+    inside, the longer part is the word, and the rest belongs to its neighbours. A word that got no time at all shares
+    that of the word before. Words neither overlap nor run back.
     """
     spans: list[tuple[int, int]] = []
     borrowed: int | None = None
     for begin, end in pairwise(bounds):
+        if begin >= end and borrowed is None and spans:
+            first, last = spans[-1]
+            middle = (first + last) // 2
+            spans[-1:] = [(first, middle), (middle, last)]
+            continue
         parts = _parts(begin if borrowed is None else borrowed, end, loud)
         borrowed = None
         if not parts:

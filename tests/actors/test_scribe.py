@@ -172,6 +172,8 @@ def test_a_pause_belongs_to_no_word() -> None:
     assert spoken_spans([0, 65, 85], loud) == [(10, 20), (60, 85)]
     # It put the end of the first into the second.
     assert spoken_spans([0, 15, 90], loud) == [(10, 20), (60, 90)]
+    # It gave no time to the second.
+    assert spoken_spans([0, 15, 15, 90], loud) == [(10, 12), (12, 20), (60, 90)]
     # Where nothing is loud, it is believed.
     assert spoken_spans([30, 40, 50], loud) == [(30, 40), (40, 50)]
 
