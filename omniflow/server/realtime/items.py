@@ -10,10 +10,11 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from omniflow.errors import InvalidInputError, UnsupportedError
+from omniflow.errors import InvalidInputError
 from omniflow.media import AudioPart, Chat, ChatMessage, ImagePart, Part, TextPart, ToolCall
 from omniflow.server.realtime.audio import SAMPLES_PER_MS, AudioFormat, Pcm16, decode_clip, wav
 from omniflow.server.realtime.client_events import (
+    ContentIn,
     FunctionCallIn,
     FunctionOutputIn,
     InputAudio,
@@ -21,7 +22,6 @@ from omniflow.server.realtime.client_events import (
     ItemIn,
     MessageIn,
     OutputAudio,
-    OutputText,
     Text,
 )
 from omniflow.server.realtime.server_events import Content, Item, Status, new_id
@@ -163,21 +163,22 @@ def entry_of(item: ItemIn, format: AudioFormat) -> Entry:
     return entry
 
 
-def _piece(part: object, role: Role, format: AudioFormat, where: str) -> Piece:
+def _piece(part: ContentIn, role: Role, format: AudioFormat, where: str) -> Piece:
+    """A part of a message. Its type is made to fit its role: clients that check types drop what does not."""
     match part:
-        case InputAudio(audio=audio, transcript=transcript):
+        case Text(text=text):
+            return Written(text, "output_text" if role == "assistant" else "input_text")
+        case InputAudio(transcript=transcript) | OutputAudio(transcript=transcript) if role == "assistant":
+            return Spoken(transcript or "", whole=True)
+        case InputAudio(audio=audio, transcript=transcript) if role == "user":
             if audio is None and transcript is None:
                 raise InvalidInputError(f"{where}.audio: is required", param=f"{where}.audio")
             return Heard(decode_clip(audio, format) if audio else None, transcript)
-        case OutputAudio(transcript=transcript):
-            return Spoken(transcript or "", whole=True)
-        case InputImage(image_url=url, detail=detail):
+        case OutputAudio(transcript=transcript) if role == "user":
+            return Heard(None, transcript or "")
+        case InputImage(image_url=url, detail=detail) if role == "user":
             return Seen(_image_bytes(url, f"{where}.image_url"), url, detail)
-        case OutputText(text=text):
-            return Written(text, "output_text")
-        case Text(text=text):
-            return Written(text, "output_text" if role == "assistant" else "input_text")
-    raise UnsupportedError(f"{where}.type: is not taken", param=f"{where}.type")
+    raise InvalidInputError(f"{where}: a message of role {role!r} takes no such part", param=where)
 
 
 def _image_bytes(url: str, where: str) -> bytes:

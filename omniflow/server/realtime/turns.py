@@ -69,8 +69,7 @@ EAGERNESS: dict[str, Patience] = {
 _ENDS = re.compile(r"[.!?。！？](?<!\.\.)[\"')\]»”’]*$")
 _LAST_WORD = re.compile(r"([\w']+)\W*$")
 _LEADS_ON = frozenset(
-    "a an and are as at because but by for from if in is like my of on or our so than that the their then to um uh er "
-    "hmm was were which while who with your".split()
+    "a an and at because but by er from hmm if my of or our than the their to uh um while whose with your".split()
 )
 
 
