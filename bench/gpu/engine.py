@@ -1,0 +1,469 @@
+"""The SGLang engine on one GPU: `python -m bench.gpu.engine PART --json FILE`, with the SGLang that is installed.
+
+    llama    EngineLoop and SGLangEngine, as an actor drives them, against SGLang's own scheduler loop in one process
+    sglang   sgl.Engine, which streams through processes of its own: the same model, prompts and settings
+    talker   a talker-shaped mixture of experts with a depth head: CUDA graphs, eager, and what its memory would allow
+    budgets  two engines on one GPU, started in either order and at once: what each holds
+
+Weights are random, bf16. Every figure is the median of `--rounds`; the loops that are compared are interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from omniflow.engine.base import EngineRequest, Sampling
+
+LLAMAS = {
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+}
+PROMPT_TOKENS = 128
+
+
+def llama_folder(size: str, folder: str) -> Path:
+    shape = LLAMAS[size]
+    config = shape | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "num_key_value_heads": 8,
+        "head_dim": shape["hidden_size"] // shape["num_attention_heads"],
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": size == "1b",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
+    Path(folder, "config.json").write_text(json.dumps(config))
+    return Path(folder)
+
+
+def prompts(count: int, round: int) -> list[list[int]]:
+    """Prompts that no other round has: the prefix cache finds nothing."""
+    generator = torch.Generator().manual_seed(1000 * round + count)
+    return torch.randint(10, 100_000, (count, PROMPT_TOKENS), generator=generator).tolist()
+
+
+def summary(first_s: list[float], total_s: float, count: int, tokens: int) -> dict[str, float]:
+    return {
+        "tokens_per_s": count * tokens / total_s,
+        "ttft_ms": 1e3 * statistics.median(first_s),
+        "ttft_last_ms": 1e3 * max(first_s),
+    }
+
+
+def bare_round(scheduler: Any, asked: list[list[int]], tokens: int) -> dict[str, float]:
+    """SGLang's loop: its scheduler, its streamer, messages into a list."""
+    from omniflow.engine.sglang_scheduler import Way, submit
+
+    way = Way(tokens, 0.0, 1.0, -1, set(), 0.0, 0.0, None, None)
+    first: dict[str, float] = {}
+    begin = time.perf_counter()
+    for number, ids in enumerate(asked):
+        submit(scheduler, f"{number:016x}", ids, way)
+    while not scheduler.is_fully_idle():
+        scheduler.step()
+        now = time.perf_counter() - begin
+        for message in scheduler.messages:
+            for rid in message.rids:
+                first.setdefault(rid, now)
+        scheduler.messages.clear()
+    return summary(list(first.values()), time.perf_counter() - begin, len(asked), tokens)
+
+
+async def actor_round(loop: Any, asked: list[list[int]], tokens: int) -> dict[str, float]:
+    """As `actors/thinker.py` does it: a task a request, each reading its own outputs."""
+    first: list[float] = []
+    begin = time.perf_counter()
+
+    async def read(number: int, ids: list[int]) -> None:
+        request = EngineRequest(id=str(number), ids=ids, sampling=Sampling(max_tokens=tokens))
+        count = 0
+        async with loop.generate(request) as outputs:
+            async for output in outputs:
+                if not count:
+                    first.append(time.perf_counter() - begin)
+                count += len(output.ids)
+        assert count == tokens
+
+    async with asyncio.TaskGroup() as group:
+        for number, ids in enumerate(asked):
+            group.create_task(read(number, ids))
+    return summary(first, time.perf_counter() - begin, len(asked), tokens)
+
+
+class Lent:
+    """An engine lent to an EngineLoop, which must not close it; `enter` makes its stream that of the new thread."""
+
+    def __init__(self, engine: Any, enter: Callable[[], None]) -> None:
+        enter()
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda: None) if name == "close" else getattr(self._engine, name)
+
+
+def with_sglangs_streamer(scheduler: Any) -> Any:
+    """SGLang's own streamer for `scheduler`, beside ours; its messages go to `scheduler.messages`."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    class Messages(list[Any]):
+        def send_output(self, output: object, recv_obj: object = None) -> None:
+            self.append(output)
+
+    scheduler.messages = Messages()
+    ours = scheduler.output_streamer
+    kept = scheduler.ipc_channels.send_to_detokenizer
+    scheduler.ipc_channels.send_to_detokenizer = scheduler.messages
+    Scheduler.init_output_streamer(scheduler)
+    theirs, scheduler.output_streamer = scheduler.output_streamer, ours
+    scheduler.ipc_channels.send_to_detokenizer = kept
+    return theirs
+
+
+def compare(engine: Any, batches: list[int], tokens: int, rounds: int) -> dict[str, Any]:
+    from omniflow.engine.loop import EngineLoop
+
+    scheduler = engine._scheduler
+    ours = scheduler.output_streamer
+    theirs = with_sglangs_streamer(scheduler)
+    stream = torch.cuda.current_stream()
+    results: dict[str, Any] = {}
+    for batch in batches:
+        rows: dict[str, list[dict[str, float]]] = {"bare": [], "actor": []}
+        for number in range(rounds + 1):
+            ours.stream_output = theirs.stream_output
+            bare = bare_round(scheduler, prompts(batch, 2 * number), tokens)
+            del ours.stream_output
+            actor = asyncio.run(in_loop(engine, EngineLoop, stream, prompts(batch, 2 * number + 1), tokens))
+            if number:  # the first of each is warm-up
+                rows["bare"].append(bare)
+                rows["actor"].append(actor)
+        medians = {name: median_of(each) for name, each in rows.items()}
+        medians["ratio"] = {"tokens_per_s": medians["actor"]["tokens_per_s"] / medians["bare"]["tokens_per_s"]}
+        medians["added"] = {"ttft_ms": medians["actor"]["ttft_ms"] - medians["bare"]["ttft_ms"]}
+        results[str(batch)] = medians
+        print(batch, json.dumps(medians), flush=True)
+    return results
+
+
+async def in_loop(engine: Any, kind: Any, stream: Any, asked: list[list[int]], tokens: int) -> dict[str, float]:
+    loop = kind(lambda: Lent(engine, lambda: torch.cuda.set_stream(stream)))
+    await loop.setup()
+    try:
+        return await actor_round(loop, asked, tokens)
+    finally:
+        await loop.close()
+
+
+def median_of(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+
+
+def llama(arguments: argparse.Namespace) -> dict[str, Any]:
+    from omniflow.engine.sglang import load_engine
+
+    results = {}
+    for size in arguments.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            begin = time.perf_counter()
+            engine = load_engine(
+                llama_folder(size, folder),
+                max_running=max(arguments.batches),
+                kv_tokens=arguments.kv_tokens,
+                dtype="bfloat16",
+                load_format="dummy",
+            )
+            print(f"{size}: built in {time.perf_counter() - begin:.1f} s", flush=True)
+            results[size] = compare(engine, arguments.batches, arguments.tokens, arguments.rounds)
+            engine.close()
+            del engine
+    return results
+
+
+def sglang(arguments: argparse.Namespace) -> dict[str, Any]:
+    import sglang as sgl
+
+    results: dict[str, Any] = {}
+    for size in arguments.sizes:
+        from omniflow.engine.sglang import graph_sizes
+
+        with tempfile.TemporaryDirectory() as folder:
+            engine = sgl.Engine(
+                model_path=str(llama_folder(size, folder)),
+                load_format="dummy",
+                dtype="bfloat16",
+                attention_backend="triton",
+                sampling_backend="pytorch",
+                grammar_backend="none",
+                skip_tokenizer_init=True,
+                max_total_tokens=arguments.kv_tokens,
+                max_running_requests=max(arguments.batches),
+                mem_fraction_static=0.95,
+                cuda_graph_bs_decode=graph_sizes(max(arguments.batches)),
+                disable_prefill_cuda_graph=True,
+                log_level="error",
+            )
+            results[size] = {}
+            for batch in arguments.batches:
+                rows = [
+                    engine.loop.run_until_complete(sglang_round(engine, prompts(batch, 50 + number), arguments.tokens))
+                    for number in range(arguments.rounds + 1)
+                ]
+                results[size][str(batch)] = median_of(rows[1:])
+                print(size, batch, json.dumps(results[size][str(batch)]), flush=True)
+            engine.shutdown()
+    return results
+
+
+async def sglang_round(engine: Any, asked: list[list[int]], tokens: int) -> dict[str, float]:
+    first: list[float] = []
+    begin = time.perf_counter()
+
+    async def read(ids: list[int]) -> None:
+        seen = False
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        async for _ in await engine.async_generate(input_ids=ids, sampling_params=sampling, stream=True):
+            if not seen:
+                first.append(time.perf_counter() - begin)
+            seen = True
+
+    async with asyncio.TaskGroup() as group:
+        for ids in asked:
+            group.create_task(read(ids))
+    return summary(first, time.perf_counter() - begin, len(asked), tokens)
+
+
+TALKER: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 384,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+}
+
+
+def depth_head() -> Any:
+    from omniflow.engine.decoder import DecoderShape
+    from omniflow.engine.heads import DepthHead
+
+    shape = DecoderShape(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=5,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=32,
+        rope_theta=1e6,
+    )
+    return DepthHead(shape, num_codes=16, vocab_size=2048, first_vocab_size=3072, stop_ids=[2150], banned_ids=[2150])
+
+
+def talker_bytes(batch: int, positions: int) -> float:
+    """The fewest bytes that a step reads: every weight that it uses once a use, and the keys and values."""
+    hidden, layers, experts = TALKER["hidden_size"], TALKER["num_hidden_layers"], TALKER["num_experts"]
+    heads, kv_heads, dim = TALKER["num_attention_heads"], TALKER["num_key_value_heads"], TALKER["head_dim"]
+    used = experts * (1 - (1 - TALKER["num_experts_per_tok"] / experts) ** batch)  # of each layer, if chosen evenly
+    attention = hidden * dim * (2 * heads + 2 * kv_heads)
+    backbone = layers * (attention + hidden * experts + used * 3 * hidden * TALKER["moe_intermediate_size"])
+    keys = layers * 2 * kv_heads * dim * positions * batch
+    depth_layer = hidden * dim * (2 * 16 + 2 * 8) + 3 * hidden * 3072
+    # 15 passes of the 5 layers (60 MB of cache hold a third of them), a matrix of 2048 a pass, one of 3072 before.
+    head = 15 * (5 * depth_layer + 2048 * hidden) + 3072 * hidden
+    return 2.0 * float(backbone + keys + head)
+
+
+def talker(arguments: argparse.Namespace) -> dict[str, Any]:
+    from omniflow.engine.sglang_frames import build_frame_engine
+
+    bandwidth = copy_bandwidth()
+    results: dict[str, Any] = {"copy_tb_per_s": round(bandwidth / 1e12, 2)}
+    torch.manual_seed(0)
+    head = depth_head()
+    for mode in ("graphs", "eager"):
+        engine = build_frame_engine(
+            TALKER,
+            head,
+            dtype="bfloat16",
+            max_running=16,
+            kv_tokens=32768,
+            max_steps=1024,
+            disable_cuda_graph=mode == "eager",
+        )
+        for batch in (1, 8, 16):
+            steps = arguments.tokens if mode == "graphs" else 24
+            step_s = frame_steps(engine, batch, steps)
+            floor = talker_bytes(batch, 64 + steps // 2) / bandwidth
+            entry = results.setdefault(str(batch), {"floor_ms": round(1e3 * floor, 3)})
+            entry[f"{mode}_ms"] = round(1e3 * step_s, 3)
+            print(mode, batch, json.dumps(entry), flush=True)
+        engine.close()
+        del engine
+    for batch in (1, 8, 16):
+        entry = results[str(batch)]
+        entry["eager_over_graphs"] = round(entry["eager_ms"] / entry["graphs_ms"], 2)
+        entry["graphs_over_floor"] = round(entry["graphs_ms"] / entry["floor_ms"], 2)
+    return results
+
+
+def frame_steps(engine: Any, batch: int, steps: int) -> float:
+    """Seconds of a step of `batch` requests, all of them making frames: median."""
+    for number in range(batch):
+        sampling = Sampling(temperature=0.9, top_k=50, seed=number, max_tokens=steps)
+        engine.start(EngineRequest(id=str(number), ids=list(range(64)), sampling=sampling))
+    times = []
+    while engine.has_work():
+        begin = time.perf_counter()
+        outputs = engine.step()
+        if len(outputs) == batch and all(output.frames is not None for output in outputs):
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times[2:])
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a large copy on the device."""
+    source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return 2 * source.numel() / min(times)
+
+
+def budgets(arguments: argparse.Namespace) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    engines = {}
+    for name, size, kv_tokens in (("a", "1b", 100_000), ("b", "1b", 40_000)):
+        here, there = context.Pipe()
+        process = context.Process(target=holder, args=(there, size, kv_tokens), daemon=True)
+        process.start()
+        engines[name] = here
+    for pipe in engines.values():
+        assert pipe.recv() == "ready"
+    results = {}
+    for order in ("ab", "ba", "at once"):
+        names = order if len(order) == 2 else "ab"
+        held = {}
+        if order == "at once":
+            for name in names:
+                engines[name].send("build")
+            held = {name: engines[name].recv() for name in names}
+        else:
+            for name in names:
+                engines[name].send("build")
+                held[name] = engines[name].recv()
+        results[order] = held
+        print(order, json.dumps(held), flush=True)
+        for name in names:
+            engines[name].send("close")
+            engines[name].recv()
+    for pipe in engines.values():
+        pipe.send("end")
+    return results
+
+
+def holder(pipe: Connection, size: str, kv_tokens: int) -> None:
+    """A process that builds and closes an engine as it is told, and says what it holds."""
+    from omniflow.engine.sglang import load_engine
+
+    torch.zeros(1, device="cuda")
+    pipe.send("ready")
+    engine: Any = None
+    while (command := pipe.recv()) != "end":
+        if command == "close":
+            engine.close()
+            engine = None
+            pipe.send("closed")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            engine = load_engine(
+                llama_folder(size, folder),
+                max_running=8,
+                kv_tokens=kv_tokens,
+                dtype="bfloat16",
+                load_format="dummy",
+            )
+        pipe.send({"kv_tokens": engine.stats().kv_tokens_total, "bytes": torch.cuda.memory_reserved()})
+
+
+def machine() -> dict[str, Any]:
+    import sglang as sgl
+
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(),
+        "sglang": sgl.__version__,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "attention_backend": "triton",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["llama", "sglang", "talker", "budgets"])
+    parser.add_argument("--json", type=Path, help="results are added to those that are in this file")
+    parser.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=list(LLAMAS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64])
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kv-tokens", type=int, default=65536)
+    arguments = parser.parse_args()
+    part = {"llama": llama, "sglang": sglang, "talker": talker, "budgets": budgets}[arguments.part]
+    results: dict[str, Any] = {}
+    if arguments.part == "sglang":  # it sets signal handlers, which only the main thread may
+        results = part(arguments)
+    else:  # a thread of its own, as in a host: the engine's stream becomes that of the thread which builds it
+        thread = threading.Thread(target=lambda: results.update(part(arguments)))
+        thread.start()
+        thread.join()
+    if arguments.json is not None and results:
+        found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        found |= {"machine": machine(), arguments.part: found.get(arguments.part, {}) | results}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    if not results:
+        raise SystemExit(f"{arguments.part} failed")
+
+
+if __name__ == "__main__":
+    main()
