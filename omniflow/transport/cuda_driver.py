@@ -34,11 +34,14 @@ class Cuda:
     def __init__(self, index: int) -> None:
         try:
             import torch
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise DeviceError(f"{error.name} is not installed: pip install torch cuda-bindings") from None
+        except ImportError:
+            raise DeviceError("torch is not installed") from None
         if not torch.version.cuda:
             raise DeviceError("torch is built without CUDA")
+        try:
+            from cuda.bindings import driver
+        except ImportError:
+            raise DeviceError("cuda-bindings is not installed: pip install cuda-bindings") from None
         self.driver: Any = driver
         try:
             self.call(driver.cuInit, 0)
