@@ -53,7 +53,7 @@ class FrameEngine:
         kv_tokens: int = 16384,
         chunk: int = 64,
     ) -> None:
-        pack_linears(model)
+        pack_linears(model, least_rows=1)
         self._model = model
         self._limit = min(model.shape.max_position_embeddings, kv_tokens)
         self._max_running = max_running
