@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import numpy as np
 import openai
+import pydantic
 import pytest
 
 from tests.e2e.conftest import Server
@@ -109,6 +111,90 @@ def test_hears(server: Server) -> None:
         temperature=0,  # type: ignore[list-item]
     )
     assert "Paris" in (reply.choices[0].message.content or "")
+    assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
+    assert 5 <= (reply.usage.prompt_tokens_details.audio_tokens or 0) <= 12, "what it heard, in tokens"
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells the weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_a_call_that_must_be_made_is_one_that_can_be(server: Server) -> None:
+    asked = {
+        "model": "ming_omni", "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "temperature": 0, "max_completion_tokens": 100,
+    }  # fmt: skip
+    completions = server.client().chat.completions
+    whole = completions.create(**asked).choices[0]  # type: ignore[call-overload]
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None
+    (call,) = whole.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "get_weather" and arguments.keys() == {"city", "unit"}
+    assert arguments["city"] == "Paris" and arguments["unit"] in ("celsius", "fahrenheit")
+    with completions.stream(**asked) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert streamed.function.arguments == call.function.arguments
+
+
+class Trip(pydantic.BaseModel):
+    city: str
+    days: int
+
+
+def test_an_answer_by_a_schema(server: Server) -> None:
+    reply = server.client().chat.completions.parse(
+        model="ming_omni", messages=[{"role": "user", "content": "Plan a trip to Rome for three days."}],
+        response_format=Trip, temperature=0, max_completion_tokens=60,
+    )  # fmt: skip
+    assert reply.choices[0].message.parsed == Trip(city="Rome", days=3)
+
+
+def test_a_schema_that_is_none_is_refused(server: Server) -> None:
+    client = server.client()
+    schema = {"name": "s", "schema": {"type": "nosuch"}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            model="ming_omni", messages=CAPITAL,  # type: ignore[arg-type]
+            response_format={"type": "json_schema", "json_schema": schema},
+        )  # fmt: skip
+    assert refused.value.param == "response_format" and "stage 'thinker'" in refused.value.message
+    assert client.chat.completions.create(model="ming_omni", messages=CAPITAL, max_completion_tokens=2)  # type: ignore[arg-type]
+
+
+def test_choices_with_logprobs(server: Server) -> None:
+    asked = {
+        "model": "ming_omni", "messages": [{"role": "user", "content": "Tell me two things about the sea."}],
+        "temperature": 1, "max_completion_tokens": 8, "logprobs": True, "top_logprobs": 2,
+    }  # fmt: skip
+    completions = server.client().chat.completions
+    several = completions.create(n=3, seed=5, **asked)  # type: ignore[call-overload]
+    alone = completions.create(seed=6, **asked)  # type: ignore[call-overload]
+    assert several.choices[1].message.content == alone.choices[0].message.content, "seed + 1"
+    assert len({choice.message.content for choice in several.choices}) > 1
+    assert several.usage.completion_tokens == 24 and several.usage.prompt_tokens == alone.usage.prompt_tokens
+    for choice in several.choices:
+        tokens = choice.logprobs.content
+        assert b"".join(bytes(token.bytes) for token in tokens).decode() == choice.message.content
+        assert all(token.logprob <= token.top_logprobs[0].logprob <= 0 for token in tokens)
+
+
+def test_a_token_can_be_forced(server: Server) -> None:
+    reply = server.client().chat.completions.create(
+        model="ming_omni", messages=CAPITAL, temperature=0, max_completion_tokens=4, logit_bias={"28": 100},  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert reply.choices[0].message.content == ",,,,"
 
 
 def test_a_seed_gives_the_same_answer_alone_and_in_company(server: Server) -> None:
