@@ -132,9 +132,9 @@ def bare_generate(prompts: list[str], max_tokens: int) -> float:
     return total / (time.monotonic() - began)
 
 
-def start_server() -> subprocess.Popen[bytes]:
+def start_server(port: int = PORT, *arguments: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "omniflow", "run", "graphs/ming_omni.py", "--port", str(PORT)],
+        [sys.executable, "-m", "omniflow", "run", "graphs/ming_omni.py", "--port", str(port), *arguments],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
     )
@@ -144,7 +144,7 @@ def start_server() -> subprocess.Popen[bytes]:
     began = time.monotonic()
     while True:
         try:
-            if httpx.get(f"http://127.0.0.1:{PORT}/ready").status_code == 200:
+            if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
                 print(f"ready after {time.monotonic() - began:.1f} s")
                 return process
         except httpx.TransportError:
