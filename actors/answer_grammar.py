@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ MAX_CALLS = 16
 """In one answer that has to consist of calls, so that it ends."""
 MAX_MULTIPLE = 10_000
 """`multipleOf` becomes an automaton of so many states: 10,000 take 30 ms to compile, 1,000,000 take 5 s."""
+MAX_PATTERNS = 32
+"""Of `patternProperties` in a schema: each is compared with each, 32 take up to 0.3 s to compile, 200 up to 2 s."""
 BLANKS = r"( |\n {0,32})"
 """White space that may stand between two tokens of JSON: a model that likes blanks cannot go on with them for ever."""
 
@@ -142,25 +144,46 @@ def _object(text: str, what: str, param: str) -> dict[str, Any]:
         raise InvalidInputError(f"{what} cannot be read: {error}", param=param) from error
     if not isinstance(schema, dict):
         raise InvalidInputError(f"{what} must be a JSON object", param=param)
-    multiple = math.lcm(*_multiples(schema))
-    if multiple > MAX_MULTIPLE:
-        raise InvalidInputError(
-            f"{what}: the least common multiple of all multipleOf may be {MAX_MULTIPLE}; here it is {multiple}",
-            param=param,
-        )
+    _refuse_the_slow(schema, what, param)
     return schema or {"type": "object"}
 
 
-def _multiples(value: Any) -> Iterator[int]:
-    """The digits of every `multipleOf` in a schema, as integers."""
+def _refuse_the_slow(schema: dict[str, Any], what: str, param: str) -> None:
+    """Raise InvalidInputError for what llguidance's own limits do not stop from compiling for seconds or hours."""
+    members = list(_members(schema))
+    multiple = _common_multiple(value for name, value in members if name == "multipleOf" and _is_number(value))
+    patterns = sum(len(value) for name, value in members if name == "patternProperties" and isinstance(value, dict))
+    if multiple > MAX_MULTIPLE:
+        raise InvalidInputError(
+            f"{what}: the least common multiple of all multipleOf, without its decimal point, may be {MAX_MULTIPLE}; "
+            f"here it is {multiple}",
+            param=param,
+        )
+    if patterns > MAX_PATTERNS:
+        raise InvalidInputError(
+            f"{what} may have {MAX_PATTERNS} patternProperties in all; here there are {patterns}", param=param
+        )
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every member of every object in a JSON value."""
     if isinstance(value, dict):
-        number = value.get("multipleOf")
-        if isinstance(number, int | float) and number > 0:
-            yield int("".join(map(str, Decimal(str(number)).as_tuple().digits)).rstrip("0") or "1")
+        yield from value.items()
         value = list(value.values())
     if isinstance(value, list):
         for each in value:
-            yield from _multiples(each)
+            yield from _members(each)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def _common_multiple(numbers: Iterable[float]) -> int:
+    """Of positive numbers, all written with as many decimals as the longest has, and without the point."""
+    decimals = [Decimal(str(number)).normalize() for number in numbers]
+    places = max((-int(decimal.as_tuple().exponent) for decimal in decimals), default=0)
+    return math.lcm(*(int(decimal.scaleb(max(places, 0))) for decimal in decimals))
 
 
 def _json_rule(schema: dict[str, Any], *, lenient: bool = False) -> str:

@@ -86,7 +86,7 @@ class Thinker(ThinkerRole):
         await self._loop.setup()
 
     def busy_s(self) -> float:
-        return self._loop.busy_s()
+        return max(self._loop.busy_s(), super().busy_s())
 
     async def close(self) -> None:
         await self._loop.close()

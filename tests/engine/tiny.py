@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
@@ -32,6 +33,35 @@ def tiny_llama() -> PreTrainedModel:
 def tiny_qwen2() -> PreTrainedModel:
     torch.manual_seed(2)
     return Qwen2ForCausalLM(Qwen2Config(**SHAPE)).eval()
+
+
+BYTES_VOCAB = 300
+BYTES_END = 256
+"""Of `byte_tokenizer`: 256 bytes, then an end token; ids from 257 on are those that models have and tokenizers lack."""
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token i is byte i."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    by_byte = {bytes_of(letter): letter for letter in letters}
+    tokenizer = Tokenizer(models.BPE({by_byte[byte]: byte for byte in range(256)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    return tokenizer
+
+
+def bytes_of(letter: str) -> int:
+    """The byte that byte-level tokenizers write as `letter`: itself where it can be seen, else 256 and on, in order."""
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return ord(letter) if ord(letter) in seen else unseen[ord(letter) - 256]
+
+
+def byte_llama() -> PreTrainedModel:
+    """For `byte_tokenizer`."""
+    torch.manual_seed(3)
+    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, "vocab_size": BYTES_VOCAB})).eval()
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
