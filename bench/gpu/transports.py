@@ -1,0 +1,535 @@
+"""How tensors go from process to process on GPUs: omniflow's lanes beside torch's ways, in one run.
+
+    python -m bench.gpu.transports [--only PART ...] [--json FILE]
+
+One value is on its way at a time. A hop ends when the receiver has the tensor and its GPU is through with all that was
+given to it before ("ready"); it ends earlier when the receiver may give its GPU work on it ("held"). The processes read
+one clock. Parts that need two GPUs are left out where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import torch
+import torch.distributed as distributed
+
+from omniflow.errors import ErrorInfo
+from omniflow.messages import Message
+from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
+from omniflow.transport.base import Link
+from omniflow.transport.cuda_driver import map_memory, take_memory
+from omniflow.transport.cuda_ipc import CudaIpcLane, DevicePool
+from omniflow.transport.lane import Lane
+from omniflow.transport.nccl import NcclLane
+
+ROOT = Path(__file__).parents[2]
+SIZES = [2**16, 2**20, 2**22, 2**24, 2**26]
+POOL = 2**28
+SHM = 2**30
+TYPES: dict[int, Any] = {1: torch.Tensor, 2: tuple[float, float, float], 3: torch.Tensor, 4: torch.Tensor}
+MEASURE, TIMES, ECHO, KEEP = 1, 2, 3, 4
+"""Edges: answered with times; those times; sent back; kept."""
+PORT = 29611
+
+
+def repeats_of(size: int) -> int:
+    return 300 if size <= 2**22 else 100
+
+
+def lane_of(kind: str) -> Lane | None:
+    if kind == "cuda_ipc":
+        return CudaIpcLane(DevicePool(POOL, take_memory), map_memory, sends=True, receives=True)
+    return NcclLane("nccl", POOL, sends=True, receives=True) if kind == "nccl" else None
+
+
+class End:
+    """One end of a link, and what it does with what comes."""
+
+    def __init__(self, kind: str, descriptor: int, *, window_s: float = 200e-6) -> None:
+        self.memory = SharedMemory(SHM, window_s)
+        self.lane = lane_of(kind)
+        self.link = ArrowShmLink(
+            "peer", self, socket.socket(fileno=descriptor), self.memory, TYPES, lane=self.lane, home="cuda"
+        )
+        self.closed = anyio.Event()
+        self.closed_at = 0.0
+        self.kept: list[Any] = []
+        self.got: Any = None
+        self._news = anyio.Event()
+
+    def on_item(self, link: Link, edge: int, request: int, seq: int, value: Any) -> None:
+        if edge == MEASURE:
+            held = time.perf_counter()
+            torch.cuda.synchronize()
+            ready = time.perf_counter()
+            check = float(value.view(-1)[-1]) if seq == 0 else 0.0
+            del value
+            link.send_item(TIMES, request, seq, (held, ready, check))
+        elif edge == ECHO and request == 1:
+            link.send_item(ECHO, 2, seq, value)
+        elif edge == KEEP:
+            self.kept.append(value)
+            self._tell(value)
+        else:
+            self._tell(value)
+
+    def _tell(self, value: Any) -> None:
+        self.got = value
+        self._news.set()
+        self._news = anyio.Event()
+
+    async def answer(self) -> Any:
+        await self._news.wait()
+        value, self.got = self.got, None
+        return value
+
+    def on_bad_item(self, link: Link, edge: int, request: int, error: ErrorInfo) -> None:
+        self._tell(error)
+
+    def on_message(self, link: Link, message: Message, descriptors: Sequence[int]) -> None:
+        raise AssertionError(message)
+
+    def on_closed(self, link: Link) -> None:
+        self.closed_at = time.perf_counter()
+        self.closed.set()
+
+    async def opened(self) -> None:
+        with anyio.fail_after(90):
+            while self.lane is not None and not self.lane.is_open:
+                if self.lane.problem is not None:
+                    raise RuntimeError(self.lane.problem)
+                await anyio.sleep(0.001)
+
+
+@contextlib.contextmanager
+def child(name: str, kind: str, device: int) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
+    """A process that sees one GPU and has the other end of a socket."""
+    ours, theirs = socket_pair()
+    command = [sys.executable, "-m", "bench.gpu.transports", "--child", name, kind, str(theirs.fileno())]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(device)}
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT)
+    theirs.close()
+    try:
+        yield ours, process
+    finally:
+        ours.close()
+        process.kill()
+        process.wait()
+
+
+async def with_peer(
+    kind: str, device: int, use: Callable[[End, subprocess.Popen[bytes]], Any], name: str = "echo"
+) -> Any:
+    """Open a link with a process and use it."""
+    with child(name, kind, device) as (ours, process):
+        async with anyio.create_task_group() as tasks:
+            end = End(kind, ours.detach())
+            if end.lane is not None:
+                tasks.start_soon(end.lane.serve, end.link)
+            await end.opened()
+            found = await use(end, process)
+            end.link.close()
+            if isinstance(end.lane, CudaIpcLane):
+                end.lane.pool.close()
+            tasks.cancel_scope.cancel()
+    return found
+
+
+async def run_child(name: str, kind: str, descriptor: int) -> None:
+    end = End(kind, descriptor)
+    async with anyio.create_task_group() as tasks:
+        if end.lane is not None:
+            tasks.start_soon(end.lane.serve, end.link)
+        if name == "flood":
+            await end.opened()
+            tasks.start_soon(flood, end)
+        await end.closed.wait()
+        os._exit(0)
+
+
+async def flood(end: End) -> None:
+    """Send without end; before each, the GPU is busy for a while."""
+    tensor = torch.ones(2**20, device="cuda")
+    for number in range(10**9):
+        torch.cuda._sleep(200_000_000 if number >= 3 else 0)
+        pending = end.link.send_item(KEEP, 1, number, tensor)
+        if pending is not None:
+            await pending
+        await anyio.sleep(0.01)
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+async def hops(kind: str, device: int) -> dict[str, Any]:
+    """One-way times by size, and half of the way there and back."""
+
+    async def use(end: End, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+        rows = {}
+        for size in SIZES:
+            tensor = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+            torch.cuda.synchronize()
+            held, ready, echo = [], [], []
+            for number in range(repeats_of(size) if kind != "host" else 30):
+                began = time.perf_counter()
+                end.link.send_item(MEASURE, 1, number, tensor)
+                times = await end.answer()
+                held.append(times[0] - began)
+                ready.append(times[1] - began)
+                if number == 0 and times[2] != float(tensor[-1]):
+                    raise AssertionError("what arrived is not what was sent")
+            for number in range(repeats_of(size) // 3 if kind != "host" else 15):
+                began = time.perf_counter()
+                end.link.send_item(ECHO, 1, number, tensor)
+                back = await end.answer()
+                torch.cuda.synchronize()
+                echo.append((time.perf_counter() - began) / 2)
+                del back
+            rows[str(size)] = {**spread("held", held), **spread("ready", ready), **spread("half_round_trip", echo)}
+        return rows
+
+    return await with_peer(kind, device, use)
+
+
+def spread(name: str, seconds: list[float]) -> dict[str, float]:
+    values = np.array(seconds[len(seconds) // 5 :]) * 1e6
+    return {
+        f"{name}_p50_us": round(float(np.median(values)), 1),
+        f"{name}_p99_us": round(float(np.percentile(values, 99)), 1),
+    }
+
+
+async def killed_reader(kind: str, device: int) -> dict[str, Any]:
+    """kill -9 of a process that holds tensors of ours, while more are on their way; then the next one."""
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+
+    async def use(end: End, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+        tensor = torch.ones(2**22, device="cuda")
+        for number in range(200):
+            pending = end.link.send_item(KEEP, 1, number, tensor)
+            if pending is not None:
+                break
+        await anyio.sleep(0.2)
+        held = end.lane.pool.blocks_in_use if isinstance(end.lane, CudaIpcLane) else None
+        process.send_signal(signal.SIGKILL)
+        began = time.perf_counter()
+        with anyio.fail_after(10):
+            await end.closed.wait()
+            await pending if pending is not None else None
+        seen = end.closed_at - began
+        torch.cuda.synchronize()
+        still = time.perf_counter() - began
+        return {
+            "blocks_held_at_kill": held,
+            "sends_before_waiting": number,
+            "seen_ms": round(seen * 1e3, 2),
+            "our_gpu_idle_after_ms": round(still * 1e3, 2),
+            "blocks_held_after": end.link.statistics().blocks_held,
+        }
+
+    found = {"first": await with_peer(kind, device, use), "second": await with_peer(kind, device, use)}
+    await anyio.sleep(1.0)
+    torch.cuda.empty_cache()
+    found["memory_not_back_mb"] = round((free - torch.cuda.mem_get_info()[0]) / 1e6, 1)
+    return found
+
+
+async def killed_writer(kind: str, device: int) -> dict[str, Any]:
+    """kill -9 of a process whose tensors we hold, and whose GPU has not yet written what we wait for."""
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+
+    async def use(end: End, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+        with anyio.fail_after(20):
+            while len(end.kept) < 6:
+                await end.answer()
+        waiting = not torch.cuda.current_stream().query()
+        process.send_signal(signal.SIGKILL)
+        began = time.perf_counter()
+        with anyio.fail_after(10):
+            await end.closed.wait()
+        seen = end.closed_at - began
+        await anyio.to_thread.run_sync(torch.cuda.synchronize)
+        idle = time.perf_counter() - began
+        total = float(end.kept[0].sum())
+        end.kept.clear()
+        return {
+            "our_stream_waited_at_kill": waiting,
+            "seen_ms": round(seen * 1e3, 2),
+            "our_gpu_idle_after_ms": round(idle * 1e3, 2),
+            "old_tensor_still_whole": total == 2**20,
+        }
+
+    found = {
+        "first": await with_peer(kind, device, use, "flood"),
+        "second": await with_peer(kind, device, use, "flood"),
+    }
+    await anyio.sleep(1.0)
+    torch.cuda.empty_cache()
+    found["memory_not_back_mb"] = round((free - torch.cuda.mem_get_info()[0]) / 1e6, 1)
+    return found
+
+
+def torch_queue_child(tensors: Any, times: Any) -> None:
+    while True:
+        value = tensors.get()
+        if value is None:
+            return
+        held = time.perf_counter()
+        torch.cuda.synchronize()
+        ready = time.perf_counter()
+        del value
+        times.put((held, ready))
+
+
+def torch_queue() -> dict[str, Any]:
+    """torch.multiprocessing: a queue of tensors, on the same GPU."""
+    context = torch.multiprocessing.get_context("spawn")
+    tensors, times = context.Queue(), context.Queue()
+    process = context.Process(target=torch_queue_child, args=(tensors, times), daemon=True)
+    process.start()
+    rows = {}
+    for size in SIZES:
+        tensor = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        held, ready = [], []
+        for _ in range(repeats_of(size)):
+            began = time.perf_counter()
+            tensors.put(tensor)
+            found = times.get(timeout=30)
+            held.append(found[0] - began)
+            ready.append(found[1] - began)
+        rows[str(size)] = {**spread("held", held), **spread("ready", ready)}
+    tensors.put(None)
+    process.join(10)
+    return rows
+
+
+def bare_nccl_rank(rank: int, rounds: dict[int, int], results: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(PORT))
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl", rank=rank, world_size=2, device_id=torch.device("cuda", rank))
+    rows = {}
+    for size, repeats in rounds.items():
+        ours, theirs = (torch.ones(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+        seconds = []
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            if rank == 0:
+                distributed.send(ours, 1)
+                distributed.recv(theirs, 1)
+            else:
+                distributed.recv(theirs, 0)
+                distributed.send(ours, 0)
+            torch.cuda.synchronize()
+            seconds.append((time.perf_counter() - began) / 2)
+        rows[str(size)] = spread("half_round_trip", seconds)
+    if rank == 0:
+        results.put(rows)
+    distributed.destroy_process_group()
+
+
+def bare_nccl() -> dict[str, Any]:
+    """torch.distributed by itself: there and back, halved."""
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    rounds = {size: repeats_of(size) for size in SIZES}
+    processes = [context.Process(target=bare_nccl_rank, args=(rank, rounds, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    rows: dict[str, Any] = results.get(timeout=90)
+    for process in processes:
+        process.join(20)
+        process.kill()
+    return rows
+
+
+def peer_copy() -> dict[str, Any]:
+    """One process that copies from GPU to GPU: the limit."""
+    rows = {}
+    for size in SIZES:
+        source = torch.ones(size, dtype=torch.uint8, device="cuda:0")
+        target = torch.empty(size, dtype=torch.uint8, device="cuda:1")
+        seconds = []
+        for _ in range(100):
+            torch.cuda.synchronize(0)
+            torch.cuda.synchronize(1)
+            began = time.perf_counter()
+            target.copy_(source)
+            torch.cuda.synchronize(0)
+            torch.cuda.synchronize(1)
+            seconds.append(time.perf_counter() - began)
+        rows[str(size)] = spread("copy", seconds)
+    return rows
+
+
+def event_child(connection: Any) -> None:
+    event = torch.cuda.Event(interprocess=True)
+    torch.cuda._sleep(60_000_000_000)
+    event.record()
+    connection.send(event.ipc_handle())
+    time.sleep(60)
+
+
+def events() -> dict[str, Any]:
+    """Why words and not interprocess events: does a stream that waits for one go on after its recorder was killed?"""
+    context = torch.multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=event_child, args=(theirs,), daemon=True)
+    process.start()
+    event = torch.cuda.Event.from_ipc_handle(torch.cuda.current_device(), ours.recv())
+    stream = torch.cuda.Stream()
+    event.wait(stream)
+    with torch.cuda.stream(stream):
+        torch.ones(1, device="cuda")
+    time.sleep(0.5)
+    before = stream.query()
+    process.kill()
+    process.join()
+    until = time.perf_counter() + 5
+    while not stream.query() and time.perf_counter() < until:
+        time.sleep(0.01)
+    return {"through_before_kill": before, "through_within_5_s_of_kill": stream.query()}
+
+
+async def spawned() -> dict[str, Any]:
+    """Two GPU hosts of a runtime: their start, one request, and the way back after kill -9."""
+    from omniflow.runtime import Runtime
+    from tests.graphs.tensors import Wanted
+    from tests.running import pid_of, unstarted, up_again
+    from tests.test_gpu_hosts import MACHINE, tensors
+
+    began = time.perf_counter()
+    devices = ("gpu:0", "gpu:1" if torch.cuda.device_count() > 1 else "gpu:0")
+    runtime: Runtime = unstarted(tensors.build(devices=devices), MACHINE, start_timeout_s=60)
+    async with runtime:
+        started = time.perf_counter() - began
+
+        async def ask() -> float:
+            asked = time.perf_counter()
+            await (await runtime.submit("ask", Wanted(1000))).collect()
+            return time.perf_counter() - asked
+
+        first = await ask()
+        await anyio.sleep(5)
+        warm = sorted([await ask() for _ in range(200)])[100]
+        os.kill(pid_of(runtime, "fold"), signal.SIGKILL)
+        killed = time.perf_counter()
+        while len(runtime._up) == len(runtime.plan.hosts):
+            await runtime._wait_change()
+        seen = time.perf_counter() - killed
+        await up_again(runtime, 60)
+        back = time.perf_counter() - killed
+        again = await ask()
+    return {
+        "both_hosts_ready_s": round(started, 2), "first_request_ms": round(first * 1e3, 1),
+        "warm_request_p50_us": round(warm * 1e6), "death_seen_ms": round(seen * 1e3, 2),
+        "ready_again_s": round(back, 2), "first_request_after_ms": round(again * 1e3, 1),
+    }  # fmt: skip
+
+
+def parts() -> dict[str, Callable[[], Any]]:
+    """What can be measured here, by name."""
+    found: dict[str, Callable[[], Any]] = {
+        "events": lambda: in_a_process("events"),
+        "cuda_ipc, one GPU": lambda: anyio.run(hops, "cuda_ipc", 0),
+        "host bounce, one GPU": lambda: anyio.run(hops, "host", 0),
+        "torch.multiprocessing, one GPU": torch_queue,
+        "kill -9 of the reader, cuda_ipc": lambda: anyio.run(killed_reader, "cuda_ipc", 0),
+        "kill -9 of the writer, cuda_ipc": lambda: anyio.run(killed_writer, "cuda_ipc", 0),
+        "hosts": lambda: anyio.run(spawned),
+    }
+    if torch.cuda.device_count() > 1:
+        found |= {
+            "bare torch.distributed": bare_nccl,
+            "peer copy in one process": peer_copy,
+            "nccl": lambda: anyio.run(hops, "nccl", 1),
+            "cuda_ipc between GPUs": lambda: anyio.run(hops, "cuda_ipc", 1),
+            "host bounce between GPUs": lambda: anyio.run(hops, "host", 1),
+            "kill -9 of the reader, nccl": lambda: anyio.run(killed_reader, "nccl", 1),
+            "kill -9 of the writer, nccl": lambda: anyio.run(killed_writer, "nccl", 1),
+            "kill -9 of the reader, cuda_ipc between GPUs": lambda: anyio.run(killed_reader, "cuda_ipc", 1),
+            "kill -9 of the writer, cuda_ipc between GPUs": lambda: anyio.run(killed_writer, "cuda_ipc", 1),
+        }
+    return found
+
+
+def in_a_process(part: str) -> Any:
+    """Run a part that may leave this process with a GPU that waits for ever."""
+    command = [sys.executable, "-m", "bench.gpu.transports", "--alone", part]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else ran.stderr.splitlines()[-1]
+
+
+def machine() -> dict[str, Any]:
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "gpus": names,
+        "driver": driver.stdout.split("\n")[0].strip(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if distributed.is_nccl_available() else None,
+        "python": sys.version.split()[0],
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of what to measure")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", nargs=3)
+    parser.add_argument("--alone")
+    arguments = parser.parse_args()
+    if arguments.child:
+        anyio.run(run_child, arguments.child[0], arguments.child[1], int(arguments.child[2]))
+    if arguments.alone:
+        print(json.dumps(events()), flush=True)
+        os._exit(0)
+    shm = set(os.listdir("/dev/shm"))
+    found: dict[str, Any] = {"machine": machine(), "parts": {}}
+    for name, measure in parts().items():
+        if arguments.only and not any(part in name for part in arguments.only):
+            continue
+        began = time.perf_counter()
+        try:
+            rows = measure()
+        except BaseException as error:  # noqa: BLE001 - a part that fails must not lose the others
+            traceback.print_exc()
+            rows = {"failed": f"{type(error).__name__}: {error}"}
+        found["parts"][name] = rows
+        print(f"{name} ({time.perf_counter() - began:.1f} s)")
+        for key, value in rows.items() if isinstance(rows, dict) else [("", rows)]:
+            print(f"  {key}: {value}", flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    found["left_in_dev_shm"] = sorted(set(os.listdir("/dev/shm")) - shm)
+    print("left in /dev/shm:", found["left_in_dev_shm"])
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
