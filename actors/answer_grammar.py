@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
@@ -90,7 +91,7 @@ def _grammar(*lines: str) -> str:
 
 def _called(tools: list[Tool], calls: list[Part], many: bool, tool_format: ToolFormat) -> list[str]:
     """The rule `calls`: nothing but calls, at least one."""
-    begin = _json(tool_format.begin)
+    begin = _literal(tool_format.begin)
     more = f' ("\\n" {begin} call){{0,{MAX_CALLS - 1}}}' if many else ""
     return [f"calls: {begin} call{more}", *_call(tools, calls, tool_format)]
 
@@ -99,7 +100,7 @@ def _in_text(tools: list[Tool], calls: list[Part], many: bool, tool_format: Tool
     """The rule `text`: any text, in which what begins a call goes on as one."""
     return [
         f"text: (begun call){'*' if many else '?'} ANYTHING",
-        f"begun[lazy]: ANYTHING {_json(tool_format.begin)}",
+        f"begun[lazy]: ANYTHING {_literal(tool_format.begin)}",
         r"ANYTHING: /(.|\n)*/",
         *_call(tools, calls, tool_format),
     ]
@@ -110,7 +111,7 @@ def _call(tools: list[Tool], calls: list[Part], tool_format: ToolFormat) -> list
     lines = ["call: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
     for number, (tool, arguments) in enumerate(zip(tools, calls, strict=True)):
         opening = tool_format.opening(tool.name).removeprefix(tool_format.begin)
-        lines.append(f"call_{number}: {_json(opening)} {arguments.rule} {_json(tool_format.closing)}")
+        lines.append(f"call_{number}: {_literal(opening)} {arguments.rule} {_literal(tool_format.closing)}")
     return lines
 
 
@@ -188,8 +189,9 @@ def _common_multiple(numbers: Iterable[float]) -> int:
 
 def _json_rule(schema: dict[str, Any], *, lenient: bool = False) -> str:
     # What a schema says of llguidance itself is not its author's to say: it could lift what is promised here.
-    return "%json " + _json({**schema, "x-guidance": {"whitespace_pattern": BLANKS, "lenient": lenient}})
+    schema = {**schema, "x-guidance": {"whitespace_pattern": BLANKS, "lenient": lenient}}
+    return f"%json {msgspec.json.encode(schema).decode()}"
 
 
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+def _literal(text: str) -> str:
+    return json.dumps(text)  # escapes all but printable ASCII: Lark knows no raw DEL
