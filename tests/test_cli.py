@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -23,7 +24,7 @@ import pytest
 import typer.testing
 
 from omniflow import __version__
-from omniflow.cli import doctor, machine
+from omniflow.cli import doctor, gpu_probe, machine
 from omniflow.cli.app import app, run_command_line
 from omniflow.cli.tables import size_text
 from omniflow.config import RuntimeConfig, ServerConfig
@@ -294,6 +295,8 @@ class PlanHost(msgspec.Struct, forbid_unknown_fields=True):
     stages: list[str]
     devices: list[str]
     budget_bytes: int
+    device_bytes: int
+    pool_bytes: int
     process: bool
     start_method: str
     restart: str
@@ -328,6 +331,7 @@ class PlanEdge(msgspec.Struct, forbid_unknown_fields=True):
 class PlanGpu(msgspec.Struct, forbid_unknown_fields=True):
     model: str
     memory_bytes: int
+    planned_bytes: int
 
 
 class PlanCluster(msgspec.Struct, forbid_unknown_fields=True):
@@ -561,6 +565,84 @@ def test_gpus_are_found_and_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert machine.this_machine().name == "1xh200"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert machine.this_machine().name == "cpu"
+
+
+def test_a_cluster_says_why_its_gpu_memory_cannot_be_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_nvidia_smi(tmp_path, f"cat <<END\n{NVIDIA_SMI}END", monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake = tmp_path / "torch"
+    fake.mkdir()
+    (fake / "__init__.py").touch()
+    found = importlib.util.spec_from_file_location("torch", fake / "__init__.py")
+    there: dict[str, object] = {}
+    monkeypatch.setattr(importlib.util, "find_spec", there.get)
+    assert machine.this_machine().unshared == "torch is not installed"
+    there["torch"] = found
+    (fake / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
+    assert machine.this_machine().unshared == "torch is built without CUDA"
+    (fake / "version.py").write_text("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
+    assert machine.this_machine().unshared == "cuda-bindings is not installed"
+    there["cuda"] = there["cuda.bindings"] = found
+    assert machine.this_machine().unshared == ""
+
+
+def test_explain_sums_up_what_is_planned_for_each_gpu(cli: Cli, tmp_path: Path) -> None:
+    text = USER_GRAPH.format(setup="pass").replace("import Actor", "import Budget, Actor")
+    text = text.replace('"repeat", Repeat', '"repeat", Repeat, device="gpu", memory=Budget("100 GiB")')
+    kv = 'Budget(kv_tokens=1000, kv_bytes_per_token="1 MiB")'
+    text = text.replace('"again", Repeat', f'"again", Repeat, device="gpu", memory={kv}')
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    ran = cli("explain", str(file), "--cluster", "2xh200")
+    assert ran.code == 0, ran.err
+    assert "gpu:0   100 GiB of 134 GiB: repeat 100 GiB" in ran.out
+    assert "gpu:1  1000 MiB of 134 GiB: again 1000 MiB (1000 KV tokens)" in ran.out
+
+
+def test_doctor_tries_what_gpus_can_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_nvidia_smi(tmp_path, f"cat <<END\n{NVIDIA_SMI}END", monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(doctor, "unshared", lambda: "")
+    tried: list[tuple[str, str]] = []
+
+    def try_sharing(source: str, target: str) -> str | None:
+        tried.append((source[:6], target[:6]))
+        return None if source == target else "cuMemSetAccess failed: CUDA_ERROR_INVALID_DEVICE"
+
+    monkeypatch.setattr(doctor, "try_sharing", try_sharing)
+    found = {finding.topic: finding for finding in doctor._gpus()}
+    assert tried == [("GPU-aa", "GPU-aa"), ("GPU-aa", "GPU-bb")]
+    assert "driver 570.86.15" in found["GPU 1"].found
+    assert (found["CUDA IPC"].found, found["CUDA IPC"].verdict) == ("works", "ok")
+    assert (found["GPU 0 to 1"].found, found["GPU 0 to 1"].verdict) == (
+        "cuMemSetAccess failed: CUDA_ERROR_INVALID_DEVICE",
+        "note",
+    )
+    assert found["SGLang"].verdict == "note"
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [("0.5.17", "ok"), ("0.5.23", "ok"), ("0.4.1", "note"), (None, "note")]
+)
+def test_doctor_knows_which_sglang_fits(monkeypatch: pytest.MonkeyPatch, version: str | None, verdict: str) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda _: version)
+    assert doctor._sglang().verdict == verdict
+
+
+def test_doctor_and_the_engine_mean_the_same_sglang() -> None:
+    source = (ROOT / "omniflow/engine/sglang_scheduler.py").read_text()
+    assert f"VERSIONS = {doctor.SGLANG_VERSIONS}".replace("'", '"') in source
+
+
+def test_sharing_is_tried_by_two_processes() -> None:
+    if torch_sees_a_gpu():
+        assert gpu_probe.try_sharing("0", "0") is None
+    else:
+        assert gpu_probe.try_sharing("0", "0") in ("torch is built without CUDA", "torch is not installed")
+
+
+def torch_sees_a_gpu() -> bool:
+    return machine.find_gpus().gpus != () and machine.unshared() == ""
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import resource
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from omniflow import __version__
-from omniflow.cli.machine import find_gpus, memory_bytes, num_cores, visible_gpus
+from omniflow.cli.gpu_probe import try_sharing
+from omniflow.cli.machine import find_gpus, memory_bytes, num_cores, unshared, visible_gpus
 from omniflow.cli.tables import new_table, size_text
 from omniflow.weights import cache_folder
 
@@ -29,6 +30,8 @@ _STYLES: dict[Verdict, str] = {"ok": "green", "note": "yellow", "missing": "bold
 _FILES_OF_OURS = 256
 """Sockets, memfds and libraries of a large graph; the rest of `ulimit -n` is for connections."""
 _FEW_CONNECTIONS = 512
+SGLANG_VERSIONS = ("0.5.17", "0.5.23")
+"""As omniflow/engine/sglang_scheduler.py has them, which imports SGLang."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -41,7 +44,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examine() -> list[Finding]:
-    """Look at everything; takes as long as nvidia-smi does."""
+    """Look at everything; takes as long as nvidia-smi does, and 5-20 s for what is tried on each GPU."""
     return [
         _python(),
         *_packages(),
@@ -190,3 +193,29 @@ def _gpus() -> Iterator[Finding]:
             yield Finding(f"GPU {gpu.index}", found, "ok", f"stages may use it as gpu:{visible.index(gpu)}")
         else:
             yield Finding(f"GPU {gpu.index}", found, "note", "CUDA_VISIBLE_DEVICES hides it")
+    if visible:
+        yield from _sharing([gpu.uuid for gpu in visible])
+        yield _sglang()
+
+
+def _sharing(gpus: Sequence[str]) -> Iterator[Finding]:
+    """Whether processes can hand each other GPU memory: on one GPU, and from the first to each of the others."""
+    for number, gpu in enumerate(gpus):
+        topic = "CUDA IPC" if number == 0 else f"GPU 0 to {number}"
+        problem = unshared() or try_sharing(gpus[0], gpu)
+        if problem:
+            yield Finding(topic, problem, "note", "tensors between processes go through the host's memory")
+        elif number == 0:
+            yield Finding(topic, "works", "ok", "tensors between processes stay on their GPU")
+        else:
+            yield Finding(topic, "reached", "ok", "tensors are copied from GPU to GPU (NCCL, or CUDA IPC)")
+
+
+def _sglang() -> Finding:
+    version = _version("sglang")
+    if version is None:
+        return Finding("SGLang", "none", "note", "AR stages run on transformers; `pip install 'omniflow[sglang]'`")
+    if version in SGLANG_VERSIONS:
+        return Finding("SGLang", version, "ok", "a version that AR stages are tested with")
+    tested = " and ".join(SGLANG_VERSIONS)
+    return Finding("SGLang", version, "note", f"AR stages are tested with {tested}; others may have changed too much")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -44,7 +46,23 @@ def this_machine() -> Cluster:
     gpus = tuple(Gpu(gpu.model, int(gpu.memory_bytes * _USABLE)) for gpu in found)
     models = {gpu.model for gpu in gpus}
     kind = models.pop().lower().replace(" ", "") if len(models) == 1 else "gpu"
-    return Cluster(f"{len(gpus)}x{kind}" if gpus else "cpu", num_cores(), memory_bytes(), gpus)
+    name = f"{len(gpus)}x{kind}" if gpus else "cpu"
+    return Cluster(name, num_cores(), memory_bytes(), gpus, unshared=unshared() if gpus else "")
+
+
+def unshared() -> str:
+    """Why processes here cannot hand each other GPU memory, as far as what is installed tells; empty where they can.
+
+    `omniflow doctor` tries it.
+    """
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return "torch is not installed"
+    if re.search(r"^cuda[^=]*= *None", (Path(torch.origin).parent / "version.py").read_text(), re.MULTILINE):
+        return "torch is built without CUDA"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return "cuda-bindings is not installed"
+    return ""
 
 
 def num_cores() -> int:

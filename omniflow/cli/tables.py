@@ -14,6 +14,7 @@ from rich.text import Text
 from omniflow.config import Configured, settings
 from omniflow.mailbox import Policy
 from omniflow.planner import Cluster, Plan, PlannedEdge, PlannedHost
+from omniflow.planner.plan import shares_of
 from omniflow.topology import CLIENT, Budget, Restart, type_name
 
 PIPED_WIDTH = 100
@@ -40,6 +41,8 @@ def plan_view(plan: Plan) -> RenderableType:
     policies = {edge.policy for edge in plan.edges}
     notes = _notes_table(reasons, policies)
     parts: list[RenderableType] = [hosts_table(plan), "", edges_table(plan, reasons), "", notes]
+    if plan.cluster.gpus:
+        parts[2:2] = [*_gpu_lines(plan), ""]
     if plan.graph.absent:
         parts += ["", *_absent_lines(plan)]
     return Group(*parts)
@@ -57,6 +60,17 @@ def hosts_table(plan: Plan) -> Table:
             name.append("\nno process\nof its own", style="dim")
         table.add_row(name, stages, "\n".join(host.devices), size_text(host.budget_bytes), _restart(host))
     return table
+
+
+def _gpu_lines(plan: Plan) -> Iterator[str]:
+    """One line a GPU: what is planned for it, and for whom."""
+    for index, (gpu, planned) in enumerate(zip(plan.cluster.gpus, plan.gpu_bytes, strict=True)):
+        shares = []
+        for who, size in shares_of(plan.graph, plan.hosts, index):
+            tokens = next((s.memory.kv_tokens for s in plan.graph.stages if s.name == who), 0)
+            shares.append(f"{who} {size_text(size)}" + (f" ({tokens} KV tokens)" if tokens else ""))
+        total = f"{size_text(planned)} of {size_text(gpu.memory_bytes)}"
+        yield f"gpu:{index}  {total:>19}: {', '.join(shares) or 'nothing is planned for it'}"
 
 
 def edges_table(plan: Plan, reasons: list[str]) -> Table:
