@@ -44,6 +44,7 @@ class TimedWord(NamedTuple):
 
 
 NOTHING = Heard("", (), 1.0)
+"""Of a window in which it did nothing but repeat itself."""
 
 
 class Whisper:
@@ -70,41 +71,21 @@ class Whisper:
 
     def hear(self, windows: Sequence[np.ndarray]) -> list[str]:
         """The texts of some windows as `cut` makes them, all of the same `window_s`."""
-        return [heard.text for heard, _ in self._hear(windows, "", 0.0)]
+        length_s = window_s(windows[0])
+        found = self.generate(self.encode(windows, length_s), windows, length_s)
+        return [(heard or self._hear_again(window)).text for window, heard in zip(windows, found, strict=True)]
 
-    def spoken(self, window: np.ndarray, hint: str, temperature: float) -> tuple[Heard, list[TimedWord]]:
-        """The text of a window, and its words with their times.
+    def _hear_again(self, window: np.ndarray) -> Heard:
+        """In the window that it was trained with it repeats itself much less."""
+        length_s = WINDOWS_S[-1]
+        return self.generate(self.encode([window], length_s), [window], length_s)[0] or NOTHING
 
-        `hint` is what was said before, or text in which names are spelled as they should be. A `temperature` above 0
-        draws from what is likely, in place of the likeliest.
-        """
-        ((heard, encoded),) = self._hear([window], hint, temperature)
-        if not heard.ids:
-            return heard, []
-        (aligned,) = self._model.align(encoded, [self._start], [list(heard.ids)], [len(window) // HOP])
-        return heard, list(self._words(window, heard.ids, aligned))
-
-    def _hear(
-        self, windows: Sequence[np.ndarray], hint: str, temperature: float
-    ) -> list[tuple[Heard, ctranslate2.StorageView]]:
-        """The text of each window, and what the encoder made of it, be it of all together or of it alone."""
-        encoded = self._encode(windows, window_s(windows[0]))
-        found = self._generate(encoded, windows, window_s(windows[0]), hint, temperature)
-        result = []
-        for window, heard in zip(windows, found, strict=True):
-            if heard is not None:
-                result.append((heard, encoded))
-                continue
-            # In the window that it was trained with it repeats itself much less.
-            alone = self._encode([window], WINDOWS_S[-1])
-            result.append((self._generate(alone, [window], WINDOWS_S[-1], hint, temperature)[0] or NOTHING, alone))
-        return result
-
-    def _encode(self, windows: Sequence[np.ndarray], length_s: int) -> ctranslate2.StorageView:
+    def encode(self, windows: Sequence[np.ndarray], length_s: int) -> ctranslate2.StorageView:
+        """What the encoder makes of windows, with silence behind them up to `length_s`."""
         features = np.stack([log_mel(window, self._filters, length_s) for window in windows])
         return self._model.encode(self._view(features))
 
-    def _generate(
+    def generate(
         self,
         encoded: ctranslate2.StorageView,
         windows: Sequence[np.ndarray],
@@ -112,7 +93,11 @@ class Whisper:
         hint: str = "",
         temperature: float = 0.0,
     ) -> list[Heard | None]:
-        """None for a text that did not end, as a loop does not."""
+        """The text of each window; None for one that did not end, as a loop does not.
+
+        `hint` is what was said before, or text in which names are spelled as they should be. A `temperature` above 0
+        draws from what is likely, in place of the likeliest.
+        """
         # Fast speech has 6 tokens a second; a loop in a short window is cut off at twice that.
         most = MAX_TOKENS if length_s == WINDOWS_S[-1] else 16 + 12 * max(map(len, windows)) // SAMPLE_RATE_HZ
         prompt = self._hinted(hint)
@@ -127,6 +112,13 @@ class Whisper:
             sampling_temperature=temperature or 1.0,
         )
         return [self._heard(result, most) for result in results]
+
+    def words(self, encoded: ctranslate2.StorageView, window: np.ndarray, heard: Heard) -> list[TimedWord]:
+        """The words of a window with their times; `encoded` is of that window alone."""
+        if not heard.ids:
+            return []
+        (aligned,) = self._model.align(encoded, [self._start], [list(heard.ids)], [len(window) // HOP])
+        return list(self._words(window, heard.ids, aligned))
 
     def _hinted(self, hint: str) -> list[int]:
         if not hint.strip():

@@ -10,8 +10,8 @@ import numpy as np
 from actors.catalogue import PACKAGED
 from actors.whisper import WHISPER_TINY_EN
 from actors.whisper.mel import SAMPLE_RATE_HZ
-from actors.whisper.model import Heard, TimedWord, Whisper, shared_whisper
-from actors.whisper.windows import Cutter, Window
+from actors.whisper.model import NOTHING, Heard, TimedWord, Whisper, shared_whisper
+from actors.whisper.windows import WINDOWS_S, Cutter, Window, window_s
 from omniflow.actor import Actor, Context, Emit, Stream
 from omniflow.errors import ProtocolError, UnsupportedError
 from omniflow.media import AudioChunk, Options, Transcript, Word
@@ -32,8 +32,8 @@ LONGEST_STRETCH_S = 15.0
 class WhisperScribe(Actor):
     """Writes down what is said, in stretches of a sentence or up to a pause. The default model knows English only.
 
-    A step is one pass over a window of at most 30 s: 0.13 to 1.3 s of one core; a request holds one window and what
-    was sent last. Its model is that of a `WhisperTranscriber` with the same settings in the same process.
+    A step is the encoding or the reading of a window of at most 30 s: 0.1 to 0.7 s of one core; a request holds one
+    window and what was sent last. It shares its model with a `WhisperTranscriber` of the same settings in its process.
     """
 
     def __init__(self, *, model: str = WHISPER_TINY_EN.name, threads: int = 1) -> None:
@@ -60,11 +60,21 @@ class WhisperScribe(Actor):
             await self._write(window, emit, ctx.options)
 
     async def _write(self, window: Window, emit: Emit[Transcript], options: Options) -> None:
-        heard, words = await self.offload(
-            self._whisper.spoken, window.samples, options.hint or "", options.temperature or 0.0
-        )
+        heard, words = await self._understand(window.samples, options.hint or "", options.temperature or 0.0)
         for stretch in stretches(words):
             await emit.send(_transcript(stretch, window.start / SAMPLE_RATE_HZ, heard, options.words))
+
+    async def _understand(
+        self, samples: np.ndarray, hint: str, temperature: float
+    ) -> tuple[Heard, Sequence[TimedWord]]:
+        """In several steps: between them others get their turn, and a request can be cancelled."""
+        # Again in the window that it was trained with, where it repeats itself much less.
+        for length_s in (window_s(samples), WINDOWS_S[-1]):
+            encoded = await self.offload(self._whisper.encode, [samples], length_s)
+            (heard,) = await self.offload(self._whisper.generate, encoded, [samples], length_s, hint, temperature)
+            if heard is not None:
+                return heard, await self.offload(self._whisper.words, encoded, samples, heard)
+        return NOTHING, ()
 
 
 def stretches(words: Iterable[TimedWord]) -> Iterator[list[TimedWord]]:

@@ -80,7 +80,7 @@ def test_loop_is_heard_again_in_the_window_of_the_training(whisper: Whisper, mon
     monkeypatch.setattr(model, "WINDOWS_S", (4, 30))
     monkeypatch.setattr(windows, "MARGIN_S", 1)
     fox = samples_of("fox")
-    assert whisper._generate(whisper._encode([fox], 4), [fox], 4) == [None]
+    assert whisper.generate(whisper.encode([fox], 4), [fox], 4) == [None]
     assert [plain(text) for text in whisper.hear([fox])] == [FOX]
 
 
