@@ -54,7 +54,7 @@ from omniflow.messages import (
 )
 from omniflow.observer import Given, Observe, Observer
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge
-from omniflow.topology import CLIENT, Edge, Stage, route
+from omniflow.topology import CLIENT, Edge, Refusal, Stage, route
 from omniflow.transport.base import Link
 from omniflow.transport.local_object import loopback
 from omniflow.turns import progress
@@ -401,14 +401,14 @@ class Host:
             self._routes[entry, outputs] = found
         return found
 
-    def _stage_route(self, name: str, edges: Sequence[Edge], refusals: dict[tuple[str, str], str]) -> StageRoute:
+    def _stage_route(self, name: str, edges: Sequence[Edge], refusals: dict[tuple[str, str], Refusal]) -> StageRoute:
         ports = self._stages[name].ports
         inputs = {edge.target_port: self._number(edge) for edge in edges if edge.target == name}
         outputs: dict[str, tuple[int, ...]] = {}
         for port in ports.outputs:
             readers = [e for e in edges if e.source == name and e.source_port == port.name]
             outputs[port.name] = tuple(self._number(edge) for edge in readers)
-        refused = {port: reason for (stage, port), reason in refusals.items() if stage == name}
+        refused = {port: refusal for (stage, port), refusal in refusals.items() if stage == name}
         return StageRoute(name, ports, inputs, outputs, refused)
 
     def _number(self, edge: Edge) -> int:

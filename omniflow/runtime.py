@@ -383,7 +383,7 @@ class Runtime:
         spec = self.plan.graph
         for edge in spec.inputs:
             if edge.source_port == entry:
-                raise UnsupportedError(spec.absent[edge.target])
+                raise UnsupportedError(spec.absent[edge.target], stage=edge.target)
         raise InvalidInputError(f"graph {spec.name!r} has no input {entry!r}{nearest(entry, self.plan.inputs)}")
 
     def _absence(self, output: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -241,16 +241,23 @@ def type_name(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
 
 
+class Refusal(NamedTuple):
+    """Why nobody takes the values of a port: the stage that would is absent, for that reason."""
+
+    stage: str
+    reason: str
+
+
 class Route(msgspec.Struct, frozen=True):
     """The part of a graph that one kind of request runs, from its entry to its outputs.
 
     `edges` are all that carry something, entry and exits included. `refusals` are the (stage, port) whose values
-    nobody can take, with the reason.
+    nobody can take.
     """
 
     stages: frozenset[str]
     edges: tuple[Edge, ...]
-    refusals: dict[tuple[str, str], str]
+    refusals: dict[tuple[str, str], Refusal]
 
 
 def route(edges: Iterable[Edge], absent: Mapping[str, str], entry: str, outputs: Iterable[str]) -> Route:
@@ -264,7 +271,7 @@ def route(edges: Iterable[Edge], absent: Mapping[str, str], entry: str, outputs:
     active = inside - absent.keys()
     carrying = [edge for edge in inner if edge.source in active and edge.target in active]
     refusals = {
-        (edge.source, edge.source_port): absent[edge.target]
+        (edge.source, edge.source_port): Refusal(edge.target, absent[edge.target])
         for edge in inner
         if edge.source in active and edge.target in inside and edge.target in absent
     }

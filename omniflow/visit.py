@@ -13,7 +13,7 @@ from omniflow.actor import Context, Emit, Outputs, Port, Ports
 from omniflow.errors import EdgeFullError, ProtocolError, UnsupportedError
 from omniflow.mailbox import Credits, Mailbox
 from omniflow.messages import Closed, Waiting
-from omniflow.topology import type_name
+from omniflow.topology import Refusal, type_name
 from omniflow.turns import Progress
 
 SendItem = Callable[[int, int, int, object], Awaitable[None] | None]
@@ -40,7 +40,7 @@ class StageRoute:
         ports: Ports,
         inputs: dict[str, int],
         outputs: dict[str, tuple[int, ...]],
-        refusals: dict[str, str],
+        refusals: dict[str, Refusal],
     ) -> None:
         self.stage = stage
         self.ports = ports
@@ -205,7 +205,7 @@ class PortEmit(Emit[Any]):
         port: Port,
         request: int,
         readers: Sequence[Reader],
-        refusal: str | None,
+        refusal: Refusal | None,
         progress: Progress,
     ) -> None:
         self._stage = stage
@@ -225,7 +225,7 @@ class PortEmit(Emit[Any]):
 
     async def send(self, value: Any) -> None:
         if self._refusal is not None:
-            raise UnsupportedError(self._refusal, stage=self._stage)
+            raise UnsupportedError(self._refusal.reason, stage=self._refusal.stage)
         if not isinstance(value, self._class):
             refuse_wrong_type(self._stage, self._port, value)
         self._num_sent += 1
@@ -284,7 +284,8 @@ def results_of(route: StageRoute, result: Any) -> dict[str, Any]:
         if value is not None or not port.optional:
             refuse_wrong_type(route.stage, port, value)
             if port.name in route.refusals:
-                raise UnsupportedError(route.refusals[port.name], stage=route.stage)
+                refusal = route.refusals[port.name]
+                raise UnsupportedError(refusal.reason, stage=refusal.stage)
         found[port.name] = value
     return found
 

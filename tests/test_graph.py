@@ -768,7 +768,7 @@ def test_a_profile_may_leave_a_stage_out() -> None:
     assert reachable_outputs(spec, "ask") == ("answer", "third")
     part = route(spec.all_edges, spec.absent, "ask", ["answer"])
     assert part.stages == {"source", "join"}
-    assert part.refusals == {("source", "second"): "no image model"}
+    assert part.refusals == {("source", "second"): ("image", "no image model")}
 
 
 # -- routes ------------------------------------------------------------------------------------------------------------

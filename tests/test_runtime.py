@@ -220,7 +220,7 @@ async def test_an_absent_stage_is_refused_where_it_is_needed_and_passed_over_whe
         assert await ask(runtime, "job", Job()) == {"text": Job(), "described": 0}
         refused = await error_of(runtime, "job", Job(do="image"))
         assert isinstance(refused, UnsupportedError)
-        assert (refused.message, refused.stage) == ("no encoder here; send text", "look")
+        assert (refused.message, refused.stage) == ("no encoder here; send text", "encode")
         assert await ask(runtime, "job", Job(do="image"), outputs=["text"])
         for how in ({"entry": "job", "outputs": ["encoded"]}, {"entry": "image"}):
             entry = how.pop("entry")

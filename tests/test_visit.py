@@ -12,6 +12,7 @@ from omniflow.errors import ProtocolError, UnsupportedError
 from omniflow.mailbox import Credits
 from omniflow.media import Segment
 from omniflow.messages import READER_GONE
+from omniflow.topology import Refusal
 from omniflow.turns import Progress
 from omniflow.visit import PortEmit, Reader, accepts
 
@@ -37,7 +38,7 @@ class Way:
         self.sent.append((edge, seq, value))
 
 
-def emit(way: Way, *readers: Credits, refusal: str | None = None, loop: int | None = None) -> PortEmit:
+def emit(way: Way, *readers: Credits, refusal: Refusal | None = None, loop: int | None = None) -> PortEmit:
     ends = [Reader(edge, way.send, credits, loop, None) for edge, credits in enumerate(readers)]
     return PortEmit("talker", Port("emit", "stream", int), 7, ends, refusal, Progress())
 
@@ -95,9 +96,9 @@ async def test_without_readers_nothing_is_wanted() -> None:
 
 
 async def test_a_port_that_nobody_can_take_refuses() -> None:
-    port = emit(Way(), refusal="no talker here")
+    port = emit(Way(), refusal=Refusal("vocoder", "no vocoder here"))
     assert port.wanted, "so that the refusal is seen"
-    with pytest.raises(UnsupportedError, match="stage 'talker': no talker here"):
+    with pytest.raises(UnsupportedError, match="stage 'vocoder': no vocoder here"):
         await port.send(1)
 
 
