@@ -7,16 +7,25 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import jsonschema
 import msgspec
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from actors.thinker import Thinker, end_token_ids
-from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, WeightsError
-from omniflow.media import Generated, TokenPrompt, Tokens
+from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, UnsupportedError, WeightsError
+from omniflow.media import Generated, TokenPrompt, Tokens, Tool
 from tests.doubles import ListEmit, context
-from tests.engine.tiny import CONTEXT, HIDDEN, VOCAB, prompt, tiny_llama
+from tests.engine.tiny import BYTES_END, CONTEXT, HIDDEN, VOCAB, byte_llama, byte_tokenizer, prompt, tiny_llama
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "sex": {"enum": ["m", "f", "ä"]}},
+    "required": ["name", "sex"],
+    "additionalProperties": False,
+}
+NO_BLANKS = tuple((ord(blank), -100.0) for blank in " \n")
 
 pytestmark = pytest.mark.anyio
 
@@ -30,6 +39,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.WordLevel({f"<{id}>": id for id in range(VOCAB)}, unk_token="<0>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def byte_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of random weights whose token i is byte i."""
+    folder = tmp_path_factory.mktemp("bytes")
+    byte_llama().save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": BYTES_END}))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -124,6 +143,13 @@ async def test_rows_take_the_place_of_tokens(folder: Path) -> None:
         ("top_k", -1, "0 .no limit. or more"),
         ("max_tokens", 0, "1 or more"),
         ("seed", 2**64, "a 64-bit integer"),
+        ("frequency_penalty", -2.1, "from -2 to 2"),
+        ("presence_penalty", 2.1, "from -2 to 2"),
+        ("presence_penalty", math.nan, "from -2 to 2"),
+        ("logit_bias", ((1, 100.5),), "at most 1024 tokens, each with a number from -100 to 100"),
+        ("logit_bias", ((1, 1.0),) * 1025, "at most 1024 tokens, each with a number from -100 to 100"),
+        ("top_logprobs", 21, "from 0 to 20"),
+        ("top_logprobs", -1, "from 0 to 20"),
         ("stop", ("",), "at most 16 strings, none empty"),
         ("stop", ("x",) * 17, "at most 16 strings, none empty"),
     ],
@@ -135,6 +161,83 @@ async def test_bad_options_name_the_field_and_what_would_pass(
     with pytest.raises(InvalidInputError, match=f"{option} must be {wanted}") as raised:
         await think(thinker, [1], **{option: value})
     assert raised.value.param == option
+
+
+async def test_logprobs_come_with_their_tokens(folder: Path) -> None:
+    emit: ListEmit[Tokens] = ListEmit()
+    async with started(folder, temperature=0.0) as thinker:
+        await thinker.run(TokenPrompt(prompt(7)), emit, context(max_tokens=4, top_logprobs=3))
+    for tokens in emit.items:
+        (found,) = tokens.logprobs
+        assert (found.id,) == tokens.ids
+        assert found.top[0] == (found.id, found.logprob)
+        assert len(found.top) == 3
+
+
+async def test_penalties_and_biases_reach_the_engine(folder: Path) -> None:
+    async with started(folder, temperature=0.0, max_tokens=30) as thinker:
+        assert (await think(thinker, prompt(7), logit_bias=((5, 100.0),)))[0] == [5] * 30
+        once, _ = await think(thinker, prompt(7), presence_penalty=2.0, frequency_penalty=2.0, logit_bias=((5, 9.0),))
+        assert 0 < once.count(5) < 30
+        with pytest.raises(InvalidInputError, match=f"those from 0 to {VOCAB - 1}") as raised:
+            await think(thinker, prompt(7), logit_bias=((VOCAB, 1.0),))
+        assert raised.value.param == "logit_bias"
+
+
+async def say(thinker: Thinker, seed: int = 0, **options: object) -> tuple[str, Generated]:
+    asked = {"temperature": 1.0, "top_p": 1.0, "seed": seed, "max_tokens": 200, "logit_bias": NO_BLANKS, **options}
+    tokens, generated = await think(thinker, prompt(5), **asked)
+    return bytes(tokens).decode(errors="replace"), generated
+
+
+async def test_an_answer_follows_its_schema_in_any_company(byte_folder: Path) -> None:
+    answers: dict[int, tuple[str, Generated]] = {}
+
+    async def ask(thinker: Thinker, seed: int) -> None:
+        answers[seed] = await say(thinker, seed, json_schema=json.dumps(PERSON))
+
+    async with started(byte_folder) as thinker:
+        async with anyio.create_task_group() as tasks:
+            for seed in range(6):
+                tasks.start_soon(ask, thinker, seed)
+        for text, generated in answers.values():
+            jsonschema.validate(json.loads(text), PERSON)
+            assert generated.finish_reason == "stop"
+        assert await say(thinker, 3, json_schema=json.dumps(PERSON)) == answers[3]
+        cut, generated = await say(thinker, 3, json_schema=json.dumps(PERSON), max_tokens=6)
+        assert (cut, generated.finish_reason) == (answers[3][0][:6], "length")
+
+
+async def test_a_required_call_is_one(byte_folder: Path) -> None:
+    tools = (Tool("a", parameters=json.dumps(PERSON)), Tool("b", parameters=json.dumps(PERSON), strict=True))
+    async with started(byte_folder) as thinker:
+        text, _ = await say(thinker, tools=tools, tool_choice="required", tool_name="b")
+    begin, call, end = text.split("\n")
+    assert (begin, end) == ("<tool_call>", "</tool_call>")
+    assert json.loads(call)["name"] == "b"
+    jsonschema.validate(json.loads(call)["arguments"], PERSON)
+
+
+async def test_a_schema_that_cannot_be_followed_ends_its_request_only(byte_folder: Path) -> None:
+    wide = {"type": "object", "properties": {f"p{number}": {} for number in range(600)}}
+    async with started(byte_folder) as thinker:
+        for schema, message in [({"not": {}}, "Unimplemented keys: ..not"), (wide, "too complex to go on")]:
+            with pytest.raises(InvalidInputError, match=message) as raised:
+                await say(thinker, json_schema=json.dumps(schema))
+            assert raised.value.param == "response_format"
+        assert (await say(thinker, json_schema=json.dumps({"const": 1})))[0] == "1"
+        assert thinker._loop.stats.num_running == 0
+
+
+async def test_a_model_whose_tokens_are_no_bytes_cannot_be_held_to_a_schema(folder: Path) -> None:
+    async with started(folder) as thinker:
+        with pytest.raises(UnsupportedError, match="cannot be held to a schema") as raised:
+            await think(thinker, prompt(3), json_schema="{}")
+        assert raised.value.param == "response_format"
+        with pytest.raises(UnsupportedError) as raised:
+            await think(thinker, prompt(3), tools=(Tool("a"),), tool_choice="required")
+        assert raised.value.param == "tools"
+        assert (await think(thinker, prompt(3), tools=(Tool("a"),), max_tokens=1))[1].completion_tokens == 1
 
 
 async def test_refusals_of_the_engine_end_the_request_only(folder: Path) -> None:
@@ -167,6 +270,20 @@ async def test_a_cancelled_run_leaves_the_batch(folder: Path) -> None:
         assert scope.cancelled_caught
         ctx = context(max_tokens=1)
         await thinker.run(TokenPrompt(prompt(3)), ListEmit(), ctx)
+        assert thinker._loop.stats.num_running == 0
+
+
+async def test_a_cancelled_run_with_a_grammar_leaves_the_batch(byte_folder: Path) -> None:
+    schema = json.dumps({"type": "array", "items": {"type": "string"}, "minItems": 1000})
+    emit: ListEmit[Tokens] = ListEmit()
+    async with started(byte_folder) as thinker:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(thinker.run, TokenPrompt(prompt(3)), emit, context(json_schema=schema, max_tokens=250))
+            with anyio.fail_after(5):
+                while not emit.items:
+                    await anyio.sleep(0.001)
+            tasks.cancel_scope.cancel()
+        await think(thinker, prompt(3), max_tokens=1)
         assert thinker._loop.stats.num_running == 0
 
 

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
+from actors.answer_grammar import answer_grammar
 from actors.smollm2 import SMOLLM2_135M_INSTRUCT
+from actors.tool_format import HERMES
 from omniflow.engine.base import EngineRequest, Sampling
+from omniflow.engine.grammar import Grammars
 from omniflow.engine.linear import PackedLinear, pack_linears
 from omniflow.engine.transformers import TransformersEngine, load_engine
 from omniflow.errors import (
@@ -21,9 +27,12 @@ from omniflow.errors import (
     StartError,
     WeightsError,
 )
+from omniflow.media import Options
 from tests.engine.tiny import CONTEXT, HIDDEN, SHAPE, VOCAB, drain, ids_of, prompt, request, run, tiny_llama, tiny_qwen2
 
 LLAMA = tiny_llama()
+END = 2
+"""The token that ends an answer of SmolLM2."""
 
 
 def plain(model: PreTrainedModel) -> PreTrainedModel:
@@ -378,7 +387,8 @@ def test_a_saved_model_loads(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def smollm2() -> Iterator[TransformersEngine]:
-    engine = load_engine(SMOLLM2_135M_INSTRUCT.fetch())
+    folder = SMOLLM2_135M_INSTRUCT.fetch()
+    engine = load_engine(folder, grammars=Grammars((folder / "tokenizer.json").read_text(), 49152, [END]))
     yield engine
     engine.close()
 
@@ -403,3 +413,74 @@ def test_seeds_give_the_same_tokens_alone_and_in_a_batch_on_the_real_model(smoll
     assert together["0"] == alone["0"], "log-probabilities, too"
     assert run(smollm2, requests[:1])["0"] == alone["0"], "the same seed, the same tokens, again"
     assert VOCAB < max(max(ids_of(outputs)) for outputs in together.values())
+
+
+TOKENIZER = Tokenizer.from_file(str(SMOLLM2_135M_INSTRUCT.fetch() / "tokenizer.json"))
+CAT = {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}}
+QUESTIONS: list[tuple[str, dict[str, object]]] = [
+    (
+        "Anna is 31 and likes green.",
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "age": {"type": "integer"},
+                "colour": {"enum": ["red", "green"]},
+            },
+            "required": ["name", "age", "colour"],
+            "additionalProperties": False,
+        },
+    ),
+    (
+        "Write a table of 2 rows and 3 columns.",
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer", "maximum": 99}, "minItems": 3, "maxItems": 3},
+            "minItems": 2,
+            "maxItems": 2,
+        },
+    ),
+    ("Where is the party?", {"enum": ["Zürich", "東京", '🎉 "here"']}),
+    (
+        "Two cats, please.",
+        {
+            "type": "array",
+            "items": {"type": "object", "properties": CAT, "required": ["name", "age"], "additionalProperties": False},
+            "minItems": 2,
+            "maxItems": 2,
+        },
+    ),
+    (
+        "When was it?",
+        {
+            "type": "object",
+            "properties": {
+                "day": {"type": "string", "format": "date"},
+                "code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
+            },
+            "required": ["day", "code"],
+            "additionalProperties": False,
+        },
+    ),
+    ("Say anything.", {"type": "object", "maxProperties": 1, "additionalProperties": {"type": ["boolean", "null"]}}),
+]
+
+
+def question(id: str, text: str, schema: object, **sampling: object) -> EngineRequest:
+    ids = TOKENIZER.encode(f"<|im_start|>user\n{text} Answer in JSON.<|im_end|>\n<|im_start|>assistant\n").ids
+    plain = request(id, ids, **{"max_tokens": 100, "stop_token_ids": frozenset([END]), **sampling})
+    answer = answer_grammar(Options(json_schema=json.dumps(schema)), HERMES)
+    return EngineRequest(id=id, ids=ids, sampling=plain.sampling, grammar=answer.text)
+
+
+def test_answers_of_the_real_model_follow_their_schemas_in_any_company(smollm2: TransformersEngine) -> None:
+    requests = [question(str(number), text, schema) for number, (text, schema) in enumerate(QUESTIONS)]
+    answers = run(smollm2, [*requests, request("free", TOKENIZER.encode("Once upon a time").ids, max_tokens=20)])
+    for number, (_, schema) in enumerate(QUESTIONS):
+        text = TOKENIZER.decode(ids_of(answers[str(number)]))
+        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+        assert answers[str(number)][-1].finish_reason == "stop"
+    assert json.loads(TOKENIZER.decode(ids_of(answers["0"]))) == {"name": "Anna", "age": 31, "colour": "green"}
+    (cut,) = run(smollm2, [question("cut", *QUESTIONS[0], max_tokens=6)]).values()
+    assert ids_of(cut) == ids_of(answers["0"])[:6]
+    assert cut[-1].finish_reason == "length"
