@@ -8,6 +8,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from omniflow.errors import InvalidInputError, NotFoundError, OverloadedError, RequestError, UnavailableError
 from omniflow.server.exchange import exchange_of
@@ -109,8 +110,19 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """Handler for what routing refuses: unknown paths, methods that a path does not have."""
     assert isinstance(error, HTTPException)
     exchange_of(request.scope).failure = code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["allow"] = ", ".join(sorted(_methods(request)))
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return _response(_body(message, error.status_code, None, code), error.status_code, dict(error.headers or {}))
+    return _response(_body(message, error.status_code, None, code), error.status_code, headers)
+
+
+def _methods(request: Request) -> set[str]:
+    """What may be asked of the path: Starlette itself looks at the first of its routes only."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    return {
+        method for route in routes if route.matches(request.scope)[0] != Match.NONE for method in route.methods or ()
+    }
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:

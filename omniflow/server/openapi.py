@@ -7,145 +7,24 @@ for. What a schema cannot say (that base64 holds a sound, that an id is known) e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from omniflow import __version__
-from omniflow.server.chat_reply import Chunk, Completion
-from omniflow.server.chat_request import ChatRequest
-from omniflow.server.encoders import SPEECH_FORMATS
 from omniflow.server.failures import ErrorReply
-from omniflow.server.health import Health, Liveness, Readiness
-from omniflow.server.models import Model, ModelList
-from omniflow.server.schema_notes import FIELD_TEXTS, NARROWED, REFUSED, RULES, TAG_MAY_BE_LEFT_OUT
+from omniflow.server.operations import EVENTS, FORM, JSON, OPERATIONS, Operation
+from omniflow.server.schema_notes import FIELD_TEXTS, NARROWED, NOT_FETCHED, REFUSED, RULES, TAG_MAY_BE_LEFT_OUT
 from omniflow.server.service import Service
-from omniflow.server.speech import SpeechDelta, SpeechDone, SpeechRequest
 
 _REFS = "#/components/schemas/{name}"
-_EVENTS = "text/event-stream"
-_JSON = "application/json"
-_CALL_ERRORS = {
-    400: "The request is not valid, or this model cannot do it: `param` names the field.",
-    404: "No such model.",
-    408: "The body did not come in time.",
-    413: "The body is too large.",
-    429: "Too much is asked for at once; `retry-after` says when to come back. Nothing of it ran.",
-    500: "A bug. The log of the server has it under the `x-request-id`.",
-    503: "Starting, draining, or a stage died; `x-should-retry` says whether to send it again.",
-    504: "The deadline passed, which `x-request-timeout` (seconds) can set.",
-}
-
-
-class Operation(Struct, frozen=True, kw_only=True):
-    """A method of a path. `replies`: shapes by media type, None where it is no JSON; `needs`: an input of the graph."""
-
-    method: Literal["get", "post", "delete"]
-    path: str
-    name: str
-    summary: str
-    body: type[Struct] | None = None
-    body_type: str = _JSON
-    replies: Mapping[str, Any] = {}
-    events: Any = None
-    failures: Mapping[int, str] = {}
-    failure_shape: Any = ErrorReply
-    needs: str | None = None
-    is_open: bool = False
-
-
-OPERATIONS = (
-    Operation(
-        method="post",
-        path="/v1/chat/completions",
-        name="createChatCompletion",
-        summary="Answer a conversation, in text or aloud, whole or as server-sent events.",
-        body=ChatRequest,
-        replies={_JSON: Completion, _EVENTS: None},
-        events=Chunk,
-        failures=_CALL_ERRORS,
-        needs="chat",
-    ),
-    Operation(
-        method="post",
-        path="/v1/audio/speech",
-        name="createSpeech",
-        summary="Say a text: as a file, as bytes while they are made, or as server-sent events.",
-        body=SpeechRequest,
-        replies={**{format.media_type: None for format in SPEECH_FORMATS.values()}, _EVENTS: None},
-        events=SpeechDelta | SpeechDone,
-        failures=_CALL_ERRORS,
-        needs="speech",
-    ),
-    Operation(
-        method="get",
-        path="/v1/models",
-        name="listModels",
-        summary="The models that are served.",
-        replies={_JSON: ModelList},
-    ),
-    Operation(
-        method="get",
-        path="/v1/models/{model}",
-        name="retrieveModel",
-        summary="A served model.",
-        replies={_JSON: Model},
-        failures={404: "No such model."},
-    ),
-    Operation(
-        method="get",
-        path="/live",
-        name="live",
-        summary="Is the process worth keeping?",
-        replies={_JSON: Liveness},
-        failures={503: "The graph has failed for good."},
-        failure_shape=Liveness,
-        is_open=True,
-    ),
-    Operation(
-        method="get",
-        path="/ready",
-        name="ready",
-        summary="May requests be sent here?",
-        replies={_JSON: Readiness},
-        failures={503: "Not now: `reason` says why."},
-        failure_shape=Readiness,
-        is_open=True,
-    ),
-    Operation(
-        method="get",
-        path="/health",
-        name="health",
-        summary="What runs here, and how it is.",
-        replies={_JSON: Health},
-        failures={503: "It takes no requests: `reason` says why."},
-        failure_shape=Health,
-        is_open=True,
-    ),
-    Operation(
-        method="get",
-        path="/metrics",
-        name="metrics",
-        summary="Prometheus text.",
-        replies={"text/plain": None},
-    ),
-    Operation(
-        method="get",
-        path="/openapi.json",
-        name="openapi",
-        summary="This document.",
-        replies={_JSON: None},
-        is_open=True,
-    ),
-)
 
 
 async def openapi(service: Service, request: Request) -> Response:
     """The document."""
-    return Response(msgspec.json.encode(document(service)), media_type=_JSON)
+    return Response(msgspec.json.encode(document(service)), media_type=JSON)
 
 
 def document(service: Service) -> dict[str, Any]:
@@ -172,21 +51,20 @@ def document(service: Service) -> dict[str, Any]:
 def _operation(each: Operation, service: Service) -> dict[str, Any]:
     is_open = each.is_open or (each.path == "/metrics" and not service.config.guard_metrics)
     needs_key = service.keys.required and not is_open
-    failures = {status: _reply(text, {_JSON: each.failure_shape}) for status, text in each.failures.items()}
+    failures = {status: _reply(text, {JSON: each.failure_shape}) for status, text in each.failures.items()}
     if needs_key:
-        failures[401] = _reply("No API key, or none that is known here.", {_JSON: ErrorReply})
+        failures[401] = _reply("No API key, or none that is known here.", {JSON: ErrorReply})
+    responses = {str(status): failures[status] for status in sorted(failures)}
+    if each.replies:
+        responses = {"200": _reply("As asked for.", each.replies, each.events)} | responses
     written: dict[str, Any] = {
         "operationId": each.name,
         "summary": each.summary,
-        "responses": {
-            "200": _reply("As asked for." if each.events else "It.", each.replies, each.events),
-            **{str(status): failures[status] for status in sorted(failures)},
-        },
+        "responses": responses,
         "security": [{"key": []}] if needs_key else [],
     }
     if each.body is not None:
-        content = {each.body_type: {"schema": _ref(each.body)}}
-        written["requestBody"] = {"required": True, "content": content}
+        written["requestBody"] = {"required": True, "content": {each.body_type: {"schema": _ref(each.body)}}}
     names = [part[1:-1] for part in each.path.split("/") if part.startswith("{")]
     if names:
         string = {"type": "string", "minLength": 1}
@@ -197,13 +75,15 @@ def _operation(each: Operation, service: Service) -> dict[str, Any]:
 def _reply(text: str, shapes: Mapping[str, Any], events: Any = None) -> dict[str, Any]:
     content = {media.split(";")[0]: _content(shape) for media, shape in shapes.items()}
     if events is not None:
-        data = {"type": "string", "contentMediaType": _JSON, "contentSchema": _ref(events)}
-        content[_EVENTS] = {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
+        data = {"type": "string", "contentMediaType": JSON, "contentSchema": _ref(events)}
+        content[EVENTS] = {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
     ids = {"x-request-id": {"description": "What the log knows it by.", "schema": {"type": "string"}}}
     return {"description": text, "headers": ids, "content": content}
 
 
 def _content(shape: Any) -> dict[str, Any]:
+    if isinstance(shape, tuple):
+        return {"schema": {"anyOf": [_ref(each) for each in shape]}}
     return {} if shape is None else {"schema": _ref(shape)}
 
 
@@ -218,22 +98,38 @@ def _schemas(offered: list[Operation], service: Service) -> dict[str, Any]:
     shapes = [ErrorReply, *(shape for each in offered for shape in _shapes(each))]
     _, schemas = msgspec.json.schema_components(shapes, ref_template=_REFS)
     for name, schema in schemas.items():
-        _note(name, schema)
+        _note(name, schema, NARROWED if service.config.remote_media else NARROWED | NOT_FETCHED)
     for each in offered:
-        if each.body is not None and "model" in (fields := schemas[each.body.__name__]["properties"]):
-            fields["model"] |= {"enum": [service.model, *sorted(service.aliases)]}
+        if each.body is None:
+            continue
+        schema = schemas[each.body.__name__]
+        if "model" in schema["properties"]:
+            schema["properties"]["model"] |= {"enum": [service.model, *sorted(service.aliases)]}
+        if each.body_type == FORM:
+            schemas[each.body.__name__] = _form(schema)
     return schemas
 
 
-def _note(name: str, schema: dict[str, Any]) -> None:
+def _form(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a form: it has a file, and no null, for what is left out is not there."""
+    fields: dict[str, Any] = {"file": {"type": "string", "format": "binary", "description": "A sound file."}}
+    for name, field in schema["properties"].items():
+        kinds = [kind for kind in field.get("anyOf", ()) if kind != {"type": "null"}]
+        plain = {key: value for key, value in field.items() if key not in ("anyOf", "default")}
+        fields[name] = plain | kinds[0] if kinds else field
+    return schema | {"properties": fields, "required": ["file", *schema["required"]]}
+
+
+def _note(name: str, schema: dict[str, Any], narrowed: Mapping[str, dict[str, dict[str, Any]]]) -> None:
     """Write into the schema of a Struct what `schema_notes` say of it."""
     fields: dict[str, dict[str, Any]] = schema.get("properties", {})
     for field, text in FIELD_TEXTS.get(name, {}).items():
         fields[field]["description"] = text
-    for field, change in NARROWED.get(name, {}).items():
+    for field, change in narrowed.get(name, {}).items():
         fields[field] |= change
     for field in REFUSED.get(name, ()):
-        fields[field] = {"type": "null", "default": None, "description": "Not taken."}
+        nothing = fields[field] | {"maxItems": 0} if fields[field].get("type") == "array" else {"type": "null"}
+        fields[field] = nothing | {"description": "Not taken."}
     if name in RULES:
         schema["allOf"] = RULES[name]
     if name in TAG_MAY_BE_LEFT_OUT:
@@ -241,4 +137,5 @@ def _note(name: str, schema: dict[str, Any]) -> None:
 
 
 def _shapes(each: Operation) -> Iterator[Any]:
-    yield from (shape for shape in (each.body, each.events, each.failure_shape, *each.replies.values()) if shape)
+    for shape in (each.body, each.events, each.failure_shape, *each.replies.values()):
+        yield from shape if isinstance(shape, tuple) else [shape] if shape is not None else []

@@ -18,6 +18,16 @@ FIELD_TEXTS: dict[str, dict[str, str]] = {
         "top_p": "Draw from the likeliest tokens that have this share of the probability.",
         "top_k": "Draw from so many of the likeliest tokens. 0: from all.",
         "seed": "The same seed gives the same answer.",
+        "n": "So many answers.",
+        "frequency_penalty": "Makes a token less likely for each time that it was written.",
+        "presence_penalty": "Makes a token less likely once it was written.",
+        "logit_bias": "Added to the logits of these token ids.",
+        "logprobs": "Tell the log-probability of each token.",
+        "top_logprobs": "And those of so many likeliest ones in its place.",
+        "response_format": "What the answer is to look like; a JSON schema always holds.",
+        "tools": "Functions that the model may ask its caller to call.",
+        "tool_choice": "Which of them it may call, or must.",
+        "parallel_tool_calls": "False: one call at most.",
         "stop": "The answer ends before the first of these texts.",
     },
     "SpeechRequest": {
@@ -31,6 +41,18 @@ FIELD_TEXTS: dict[str, dict[str, str]] = {
         "seed": "The same seed gives the same sound.",
         "instructions": "Taken, and without effect.",
     },
+    "TranscriptionRequest": {
+        "model": "The id of a served model.",
+        "language": "What is spoken, as `en`. Left out: it is found out.",
+        "languages[]": "What may be spoken.",
+        "prompt": "What was said before, or how names are spelled.",
+        "keywords[]": "How names are spelled.",
+        "response_format": "Left out: json.",
+        "temperature": "0: always the likeliest token.",
+        "timestamp_granularities[]": "What `verbose_json`, and only that, gives times of; left out: segments.",
+        "include[]": "Not taken.",
+        "stream": "Send the text as server-sent events, as it is understood; `json` and `text` only.",
+    },
 }
 """By Struct and field."""
 
@@ -40,8 +62,8 @@ _THERE = {"not": _NULL}
 
 
 def _uri(kind: str) -> dict[str, Any]:
-    """A URL that is remote, or a data URI of this kind."""
-    return {"properties": {"url": {"pattern": rf"^(?:https?://\S+|data:{kind};base64,{_BASE64})"}}}
+    """A data URI of this kind."""
+    return {"properties": {"url": {"pattern": rf"^data:{kind};base64,{_BASE64}"}}}
 
 
 def _is(**fields: Any) -> dict[str, Any]:
@@ -49,15 +71,23 @@ def _is(**fields: Any) -> dict[str, Any]:
     return {"properties": fields, "required": list(fields)}
 
 
+_FORMATS = {"enum": ["json", "text", "srt", "verbose_json", "vtt"]}
+
 NARROWED: dict[str, dict[str, dict[str, Any]]] = {
     "SpeechRequest": {"input": {"pattern": r"\S"}},
     "InputAudio": {"data": {"pattern": f"^{_BASE64}", "contentEncoding": "base64"}},
     "ChatRequest": {"logit_bias": {"propertyNames": {"pattern": r"^[0-9]{1,10}$"}}},
+    "TranscriptionRequest": {"response_format": {"anyOf": [_FORMATS, _NULL]}},
+    "TranslationRequest": {"response_format": {"anyOf": [_FORMATS, _NULL]}},
+}
+"""Added to the schemas of these fields."""
+
+NOT_FETCHED: dict[str, dict[str, dict[str, Any]]] = {
     "AudioUrlContent": {"audio_url": _uri("audio/(?:wav|x-wav|mpeg|flac|ogg)")},
     "ImageContent": {"image_url": _uri(r"image/\w+")},
     "VideoContent": {"video_url": _uri(r"video/\w+")},
 }
-"""Added to the schemas of these fields."""
+"""The same, where nothing is fetched by URL."""
 
 RULES: dict[str, list[dict[str, Any]]] = {
     "Message": [
@@ -84,8 +114,12 @@ RULES: dict[str, list[dict[str, Any]]] = {
 }
 """What fields of these Structs ask of each other."""
 
-REFUSED = {"ChatRequest": ("functions", "function_call", "web_search_options"), "FileData": ("file_id",)}
-"""Fields of which only null is taken."""
+REFUSED = {
+    "ChatRequest": ("functions", "function_call", "web_search_options"),
+    "FileData": ("file_id",),
+    "TranscriptionRequest": ("include[]",),
+}
+"""Fields of which only null is taken, or no item."""
 
 TAG_MAY_BE_LEFT_OUT = ("FunctionTool", "MessageToolCall")
 """Structs whose `type` msgspec does not ask for, because there is but one that they can be."""
