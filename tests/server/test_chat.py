@@ -434,6 +434,26 @@ async def test_one_choice_that_fails_ends_the_request(
     assert (await post(client, n=3)).status_code == 200
 
 
+async def test_one_choice_that_fails_breaks_the_stream_of_all(
+    client: httpx.AsyncClient, runtime: ScriptedRuntime
+) -> None:
+    seen = anyio.Event()
+    runtime.scripts = [[Output("text", TextDelta("one")), seen, anyio.Event()], [seen, StageDiedError("gone")]]
+    url = "/v1/chat/completions"
+    async with anyio.create_task_group() as group:
+
+        async def release() -> None:
+            while not runtime.replies or not runtime.replies[0].num_taken:
+                await anyio.sleep(0.001)
+            seen.set()
+
+        group.start_soon(release)
+        response = await client.post(url, json=HI | {"n": 2, "stream": True})
+    *chunks, last = events(response)
+    assert chunks[-1]["choices"][0]["delta"] == {"content": "one"} and last["error"]["code"] == "stage_died"
+    assert "[DONE]" not in response.text and all(reply.left.is_set() for reply in runtime.replies)
+
+
 async def test_many_choices_are_refused_as_one(client: httpx.AsyncClient, runtime: ScriptedRuntime) -> None:
     runtime.refusal = OverloadedError("full")
     assert (await post(client, n=4, stream=True)).status_code == 429
