@@ -20,7 +20,7 @@ from omniflow.cli import clients
 from omniflow.cli.chosen import Chosen, choose, layers_of, needs_of
 from omniflow.cli.doctor import examine, findings_table
 from omniflow.cli.machine import memory_bytes, num_cores, this_machine
-from omniflow.cli.models import models_table, needs_everywhere, weights_named
+from omniflow.cli.models import models_table, needs_everywhere, server_needs, weights_named
 from omniflow.cli.tables import cluster_text, output_console, plan_view, settings_table
 from omniflow.config import configure, set_layer
 from omniflow.errors import ConfigError, OmniflowError, StartError
@@ -133,7 +133,7 @@ def run(
             note = f"recording requests, with all that they send, to {record}"
             console.print(Text(note, style="yellow"), soft_wrap=True)
         console.print()
-        fetch(need.weights for need in needs_of(chosen.spec))
+        fetch(need.weights for need in [*needs_of(chosen.spec), *server_needs(plan)])
         anyio.run(
             serving.serve_graph,
             plan,

@@ -11,14 +11,25 @@ from omniflow.cli.chosen import Need, choose, needs_of
 from omniflow.cli.tables import new_table, size_text
 from omniflow.config import configure
 from omniflow.loader import load_graph, shipped_graphs
+from omniflow.planner import Plan
+from omniflow.server.realtime.silero import SILERO_VAD
 from omniflow.weights import NamedWeights, Weights, resolve
 
 _STATUS_STYLES = {"present": "green", "missing": "yellow", "broken": "red"}
 
 
+SERVER_NEEDS = (Need(SILERO_VAD, ("/v1/realtime",)),)
+"""What the server reads, beside the stages of a graph."""
+
+
+def server_needs(plan: Plan) -> list[Need]:
+    """What a server of `plan` reads itself."""
+    return list(SERVER_NEEDS) if {"chat", "transcription"} & plan.inputs.keys() else []
+
+
 def needs_everywhere() -> list[Need]:
-    """The weights of every graph that ships, under all of its profiles; each once."""
-    found: dict[str, Need] = {}
+    """The weights of every graph that ships, under all of its profiles, and of the server; each once."""
+    found = {need.weights.name: need for need in SERVER_NEEDS}
     for name in shipped_graphs():
         graph = load_graph(name)
         for profile in graph.profiles or [None]:

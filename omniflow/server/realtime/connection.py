@@ -7,6 +7,7 @@ behind it, and nobody else; after `server.send_s` it is cut off.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -73,6 +74,8 @@ class Connection:
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._write)
                 self._flush()
+                if self._protocol.session.audio.input.turn_detection is not None:
+                    self._tasks.start_soon(self._warm)
                 await self._read()
                 self._tasks.cancel_scope.cancel()
         if self._farewell is not None:
@@ -164,6 +167,10 @@ class Connection:
         self._outbox.put([ErrorEvent(error=type(error)(error.type, error.message, code))])
         self._part(Farewell(GOING_AWAY, message))
         await anyio.sleep_forever()  # the loop that writes ends this, once all is sent
+
+    async def _warm(self) -> None:
+        with contextlib.suppress(OmniflowError):  # said where it matters, once sound comes
+            await self._ears.warm()
 
     async def _judge(self) -> None:
         """Find the turns in what has come."""

@@ -16,32 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from omniflow.server.realtime.audio import Pcm16
+from omniflow.server.realtime.silero import SILERO_VAD
 from omniflow.server.realtime.turns import FRAME_SAMPLES
-from omniflow.weights import PackagedWeights, Wheel, WheelFile
 
 if TYPE_CHECKING:
     import onnxruntime
-
-SILERO_VAD = PackagedWeights(
-    name="silero-vad",
-    license="MIT",
-    wheels=(
-        Wheel(
-            package="silero-vad",
-            version="6.2.3",
-            sha256="7b7f5436cfcb02fae583a05b512ea96467fd449fe54cb49a5e4f06c51a1e43b8",
-            size_bytes=11_317_527,
-        ),
-    ),
-    files=(
-        WheelFile(
-            name="silero_vad_16k_sequence.onnx",
-            sha256="9ccdacc4719d8aa7e45a77536bfabec45a03ba1f2fad5e241ab4060b24238a85",
-            parts=("silero_vad/data/silero_vad_16k_sequence.onnx",),
-        ),
-    ),
-)
-"""By the Silero team. The form of the network that takes any number of frames of one clip in a call."""
 
 _CONTEXT = 64
 """Samples of the frame before, which each frame begins with."""
@@ -95,6 +74,10 @@ class Ears:
         self._hidden: Rows = np.zeros((1, 1, 128), np.float32)
         self._cell = self._hidden
         self._context: Rows = np.zeros(_CONTEXT, np.float32)
+
+    async def warm(self) -> None:
+        """Load the network now, where a session will listen soon: that takes a second. Raises WeightsError."""
+        await self._model.load()
 
     async def listen(self, samples: Pcm16) -> list[float]:
         """How likely each frame of `samples` (whole frames, 16 kHz) is speech. Raises WeightsError."""
