@@ -38,10 +38,11 @@ _NUMPY, _TORCH, _BATCH, _DEVICE, _BOUNCED = 0, 1, 2, 3, 4
 
 
 class Part(NamedTuple):
-    """The bytes of a tensor on a device (uint8, in one piece), and where in the value's region there they go."""
+    """A tensor on a device, in one piece, and where in the value's region there its bytes go."""
 
     offset: int
-    flat: torch.Tensor
+    tensor: torch.Tensor
+    num_bytes: int
 
 
 class Loan(NamedTuple):
@@ -132,15 +133,14 @@ class Encoder:
         raise ProtocolError(f"a value of type {type(value).__name__} cannot travel between processes")
 
     def _place_tensor(self, value: torch.Tensor, byte: torch.dtype) -> tuple[int, str, tuple[int, ...], int, int]:
-        kind, shape, place = str(value.dtype).removeprefix("torch."), tuple(value.shape), value.device.type
-        stays = place == self._device_type and value.numel() > 0
-        there = value.detach() if stays else value.detach().cpu()
-        flat = there.resolve_conj().resolve_neg().contiguous().reshape(-1).view(byte)
-        if not stays:
-            return _TORCH if place == "cpu" else _BOUNCED, kind, shape, *self._add(flat.numpy())
+        kind, shape, place = _dtype_name(value.dtype), tuple(value.shape), value.device.type
+        num_bytes = value.nbytes
+        if place != self._device_type or not num_bytes:
+            flat = _whole(value.detach().cpu()).reshape(-1).view(byte).numpy()
+            return _TORCH if place == "cpu" else _BOUNCED, kind, shape, *self._add(flat)
         offset = -(-self._device_size // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
-        self._device.append(Part(offset, flat))
-        self._device_size = offset + flat.numel()
+        self._device.append(Part(offset, _whole(value.detach()), num_bytes))
+        self._device_size = offset + num_bytes
         return _DEVICE, kind, shape, offset, 0
 
     def _add(self, flat: Region) -> tuple[int, int]:
@@ -230,11 +230,29 @@ def _tensor(region: Region, dtype: str, shape: list[int]) -> torch.Tensor:
         return torch.from_numpy(region[:size]).view(kind).reshape(shape)
 
 
-def _typed(region: torch.Tensor, offset: int, dtype: str, shape: list[int]) -> torch.Tensor:
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """It as it lies in memory: in one piece, nothing left to be done when it is read."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _dtype_named(name: str) -> torch.dtype:
     import torch
 
-    kind: torch.dtype = torch.__dict__[dtype]
-    return region[offset : offset + kind.itemsize * math.prod(shape)].view(kind).reshape(shape)
+    found: torch.dtype = torch.__dict__[name]
+    return found
+
+
+def _typed(region: torch.Tensor, offset: int, dtype: str, shape: list[int]) -> torch.Tensor:
+    kind = _dtype_named(dtype)
+    size = kind.itemsize * math.prod(shape)
+    typed = (region if size == len(region) else region[offset : offset + size]).view(kind)
+    return typed if len(shape) == 1 else typed.view(shape)
 
 
 def _record_batch(region: Region) -> pa.RecordBatch:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 _WORDS_BYTES = NUM_SLOTS * 2 * 4
+_OR_BEYOND = 0
+"""CU_STREAM_WAIT_VALUE_GEQ"""
 
 
 class Cuda:
@@ -95,7 +97,7 @@ class Cuda:
             self.call(driver.cuMemRelease, handle)
         return address
 
-    def let_go(self, address: int, size: int, words: npt.NDArray[np.uint32]) -> None:
+    def let_go(self, address: int, size: int, words: npt.NDArray[np.uint8]) -> None:
         """Unmap memory once nothing on the GPU can still read there: unlike cudaFree, the driver does not wait."""
         self.enter()
         self.call(self.driver.cuCtxSynchronize)
@@ -131,8 +133,9 @@ class CudaMemory(DeviceMemory):
         self._descriptors = descriptors
         self._thread = 0
         self._address = gpu.map(handle, size)
-        flat = np.frombuffer(mmap.mmap(descriptors[1], _WORDS_BYTES), np.uint32)
-        self.words = flat.reshape(NUM_SLOTS, 2)
+        page = mmap.mmap(descriptors[1], _WORDS_BYTES)
+        flat = np.frombuffer(page, np.uint8)
+        self.words = memoryview(page).cast("I", (NUM_SLOTS, 2))
         flags = gpu.driver.CU_MEMHOSTREGISTER_DEVICEMAP | gpu.driver.CU_MEMHOSTREGISTER_PORTABLE
         gpu.call(gpu.driver.cuMemHostRegister, flat.ctypes.data, _WORDS_BYTES, flags)
         self._words_address = int(gpu.call(gpu.driver.cuMemHostGetDevicePointer, flat.ctypes.data, 0))
@@ -151,6 +154,9 @@ class CudaMemory(DeviceMemory):
         owner = _Range(self, self._address + offset, length)
         return torch.as_tensor(owner, device=f"cuda:{self._gpu.index}"), owner
 
+    def copy_in(self, offset: int, tensor: torch.Tensor, num_bytes: int) -> None:
+        self._ask("cuMemcpyDtoDAsync", self._address + offset, tensor.data_ptr(), num_bytes, self._stream)
+
     def copy_out(self, offset: int, length: int) -> torch.Tensor:
         import torch
 
@@ -162,8 +168,7 @@ class CudaMemory(DeviceMemory):
         self._ask("cuStreamWriteValue32", self._stream, self._words_address + 8 * slot + 4 * word, value, 0)
 
     def wait(self, slot: int, word: int, value: int) -> None:
-        flags = int(self._gpu.driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-        self._ask("cuStreamWaitValue32", self._stream, self._words_address + 8 * slot + 4 * word, value, flags)
+        self._ask("cuStreamWaitValue32", self._stream, self._words_address + 8 * slot + 4 * word, value, _OR_BEYOND)
 
     def _ask(self, name: str, *arguments: Any) -> None:
         if self._thread != threading.get_ident():
@@ -172,7 +177,7 @@ class CudaMemory(DeviceMemory):
         self._gpu.call(self._gpu.driver.__dict__[name], *arguments)
 
 
-def _let_go(gpu: Cuda, address: int, size: int, words: npt.NDArray[np.uint32], descriptors: tuple[int, int]) -> None:
+def _let_go(gpu: Cuda, address: int, size: int, words: npt.NDArray[np.uint8], descriptors: tuple[int, int]) -> None:
     gpu.let_go(address, size, words)
     for descriptor in descriptors:
         os.close(descriptor)

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
-import numpy as np
-import numpy.typing as npt
 
 from omniflow.errors import DeviceError, ProtocolError
 from omniflow.messages import Block, LaneAnswer, LaneOffer
@@ -51,12 +49,16 @@ class DeviceMemory(ABC):
     """The device by a name that is the same in all processes; empty for the host."""
     is_near: bool
     """True where the memory lies on this process's own device, so that views of it can be handed out."""
-    words: npt.NDArray[np.uint32]
-    """[NUM_SLOTS, 2], as the host sees them."""
+    words: memoryview
+    """uint32 [NUM_SLOTS, 2], as the host sees them."""
 
     @abstractmethod
     def descriptors(self) -> tuple[int, int]:
         """Of the memory and of the words, for another process; whoever gets them closes them."""
+
+    @abstractmethod
+    def copy_in(self, offset: int, tensor: torch.Tensor, num_bytes: int) -> None:
+        """Copy a tensor that lies in one piece, in the order of the stream."""
 
     @abstractmethod
     def view(self, offset: int, length: int) -> tuple[torch.Tensor, object]:
@@ -124,14 +126,14 @@ class DevicePool(BlockPool):
     async def open(self) -> DeviceMemory:
         """The memory, taken at the first call. Raises DeviceError where it cannot be had, at each call."""
         async with self._opening:
-            if self._problem is not None:
-                raise DeviceError(self._problem)
-            if self._memory is None:
+            if self._memory is None and self._problem is None:
                 found = await anyio.to_thread.run_sync(_outcome, self._make, self.limit_bytes)
                 if isinstance(found, str):
                     self._problem = found
-                    raise DeviceError(found)
-                self._memory = found
+                elif self._problem is None:
+                    self._memory = found
+            if self._memory is None:
+                raise DeviceError(self._problem or "there is no memory")
             return self._memory
 
     @property
@@ -147,15 +149,17 @@ class DevicePool(BlockPool):
 
     def close(self) -> None:
         """Let go of the memory: it is given back once no peer has it mapped."""
-        self._memory = None
+        self._memory, self._problem = None, "the pool is closed"
 
     def refuse_too_large(self, size: int) -> None:
         if size > self.limit_bytes:
             raise ProtocolError(f"{size} bytes do not fit into the device memory for values ({self.limit_bytes} bytes)")
 
     def _take_now(self, size: int) -> Block | None:
+        length = size
         size = -(-size // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
-        self._collect()
+        if self._read:
+            self._collect()
         offset = self._arena.take(size) if self._slots else None
         while (offset is None or not self._slots) and self._read:
             last = self._read.popleft()
@@ -166,7 +170,7 @@ class DevicePool(BlockPool):
             return None
         slot = self._slots.popleft()
         self._generations[slot] = generation = self._generations[slot] + 1 & 0x7FFFFFFF
-        self._blocks[slot] = block = Block(LANE_SLAB, slot, generation, offset, size)
+        self._blocks[slot] = block = Block(LANE_SLAB, slot, generation, offset, length)
         return block
 
     def _collect(self) -> None:
@@ -176,7 +180,7 @@ class DevicePool(BlockPool):
             self._free(block)
 
     def _free(self, block: Block) -> None:
-        self._arena.give(block.offset, block.length)
+        self._arena.give(block.offset, -(-block.length // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT)
         self._slots.append(block.slot)
 
     def give_back(self, slab: int, slot: int, generation: int) -> None:
@@ -187,9 +191,9 @@ class DevicePool(BlockPool):
             self._serve_waiters()
 
 
-def reached(word: np.uint32, generation: int) -> bool:
+def reached(word: int, generation: int) -> bool:
     """True where a word is at `generation` or beyond; both count around, as the device compares them."""
-    return (int(word) - generation) & 0xFFFFFFFF < 0x80000000
+    return (word - generation) & 0xFFFFFFFF < 0x80000000
 
 
 class CudaIpcLane(Lane):
@@ -258,9 +262,8 @@ class CudaIpcLane(Lane):
 
     def put(self, block: Block, parts: Sequence[Part]) -> None:
         memory = self.pool.memory
-        region, _owner = memory.view(block.offset, block.length)
-        for offset, flat in parts:
-            region[offset : offset + flat.numel()].copy_(flat, non_blocking=True)
+        for offset, tensor, num_bytes in parts:
+            memory.copy_in(block.offset + offset, tensor, num_bytes)
         memory.write(block.slot, FILLED, block.generation)
         self._sent[block.slot] = block.generation
 

@@ -314,7 +314,7 @@ class NcclLane(Lane):
     def put(self, block: Block, parts: Sequence[Part]) -> None:
         if self._out is None or self._port is None:
             return
-        flat = parts[0].flat if len(parts) == 1 else _packed(parts, block.length)
+        flat = _bytes_of(parts[0].tensor) if len(parts) == 1 else _packed(parts, block.length)
         try:
             self.pool.held[block.slot] = (self._out.send(flat), flat)
         except RuntimeError as error:  # whatever torch.distributed cannot do: mostly, the peer has died
@@ -373,9 +373,16 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def _packed(parts: Sequence[Part], size: int) -> torch.Tensor:
     """Several tensors in one piece, on their device."""
-    region = parts[0].flat.new_empty(size)
-    for offset, flat in parts:
-        region[offset : offset + flat.numel()].copy_(flat, non_blocking=True)
+    first = _bytes_of(parts[0].tensor)
+    region = first.new_empty(size)
+    for offset, tensor, num_bytes in parts:
+        region[offset : offset + num_bytes].copy_(_bytes_of(tensor), non_blocking=True)
     return region

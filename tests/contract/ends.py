@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import anyio
 import anyio.abc
+import pytest
 
 from omniflow.errors import ErrorInfo
 from omniflow.messages import Message
@@ -80,13 +81,16 @@ class Inbox:
 
 def lane_of(kind: str, limit_bytes: int) -> Lane | None:
     """One end of a lane that a CPU has."""
+    if kind in ("local_object", "arrow_shm"):
+        return None
+    pytest.importorskip("torch")
     if kind.startswith("cuda_ipc"):
         from . import host_memory
 
         attach = host_memory.attach_far if kind.endswith("another GPU") else host_memory.attach
         pool = DevicePool(limit_bytes, host_memory.take)
         return CudaIpcLane(pool, attach, sends=True, receives=True, device_type="cpu")
-    return NcclLane("gloo", limit_bytes, sends=True, receives=True) if kind == "nccl" else None
+    return NcclLane("gloo", limit_bytes, sends=True, receives=True)
 
 
 class Ends:

@@ -22,7 +22,7 @@ class HostMemory(DeviceMemory):
         self.is_near = is_near
         self._descriptors = memory, words
         self._map = mmap.mmap(memory, size)
-        self.words = np.frombuffer(mmap.mmap(words, NUM_SLOTS * 8), np.uint32).reshape(NUM_SLOTS, 2)
+        self.words = memoryview(mmap.mmap(words, NUM_SLOTS * 8)).cast("I", (NUM_SLOTS, 2))
         self.held: list[tuple[int, int, int]] | None = None
         """Words that the stream has yet to write, where it is busy."""
         self.waits: list[tuple[int, int, int]] = []
@@ -31,6 +31,9 @@ class HostMemory(DeviceMemory):
     def descriptors(self) -> tuple[int, int]:
         memory, words = self._descriptors
         return os.dup(memory), os.dup(words)
+
+    def copy_in(self, offset: int, tensor: torch.Tensor, num_bytes: int) -> None:
+        self.view(offset, num_bytes)[0].copy_(tensor.reshape(-1).view(torch.uint8))
 
     def view(self, offset: int, length: int) -> tuple[torch.Tensor, object]:
         owner = np.frombuffer(self._map, np.uint8, length, offset)

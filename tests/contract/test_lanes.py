@@ -64,7 +64,7 @@ async def test_tensors_by_the_lane_and_the_rest_by_messages(kind: str) -> None:
             got = await ends.there(mixed(size))
             assert_mixed(got, mixed(size))
             del got
-        assert taken == ([519, 160_263] if kind == "nccl" else [768, 160_512])
+        assert taken == [519, 160_263]
         await ends.returned()
         assert ends.lane_a.pool.blocks_in_use == 0
 
@@ -84,7 +84,7 @@ async def test_what_does_not_fit_into_the_pool_goes_through_the_host() -> None:
         assert [len(each) for each in got] == [700_000] * 2
         assert ends.lane_a.pool.blocks_in_use == 0
         assert (await ends.there(value[0], torch.Tensor)).data_ptr()
-        assert theirs(ends).words.any()
+        assert any(theirs(ends).words.cast("B"))
 
 
 async def test_views_lie_in_the_senders_memory() -> None:
@@ -200,9 +200,9 @@ async def test_no_stream_waits_for_a_reader_that_has_died() -> None:
 
 
 def test_words_count_around() -> None:
-    assert reached(np.uint32(5), 5) and reached(np.uint32(6), 5) and not reached(np.uint32(4), 5)
-    assert reached(np.uint32(3), 0x7FFFFFFF + 0x7FFFFFFF)
-    assert not reached(np.uint32(0xFFFFFFF0), 3)
+    assert reached(5, 5) and reached(6, 5) and not reached(4, 5)
+    assert reached(3, 0x7FFFFFFF + 0x7FFFFFFF)
+    assert not reached(0xFFFFFFF0, 3)
 
 
 async def test_a_pool_with_more_blocks_than_slots() -> None:
