@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from typing import IO, Any, NamedTuple
 import httpx
 import msgspec
 import pytest
+import trustme
 import typer.testing
 
 from omniflow import __version__
@@ -816,6 +818,51 @@ def test_a_second_signal_stops_at_once(start: Start) -> None:
     assert time.monotonic() - began < 5
     caller.join()
     assert "[DONE]" not in replies[0].text and "the runtime is stopping" in replies[0].text
+
+
+def test_keys_a_certificate_and_a_log_for_programs(start: Start, tmp_path: Path) -> None:
+    authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    trust = ssl.create_default_context()
+    authority.configure_trust(trust)
+    options = ["--api-key", "sesame", "--ssl-certfile", str(tmp_path / "both.pem"), "--log-format", "json"]
+    server = start(PARROT, "--port", "0", *options).wait_ready()
+    shown = server.wait_for("curl -s " + server.url + "/v1/chat")
+    assert server.url.startswith("https://") and '-H "Authorization: Bearer $OMNIFLOW_API_KEY"' in shown
+    with httpx.Client(base_url=server.url, verify=trust) as client:
+        assert client.get("/ready").status_code == 200 and client.get("/v1/models").status_code == 401
+        headers = {"authorization": "Bearer sesame", "x-request-id": "trace-1"}
+        body = {"model": "parrot", "messages": [{"role": "user", "content": "hello"}]}
+        answer = client.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.json()["choices"][0]["message"]["content"] == "hello "
+        server.process.send_signal(signal.SIGTERM)  # a kept connection does not hold it up
+        assert server.end() == 0
+    refused, answered = (json.loads(line) for line in server.err)
+    assert (refused["path"], refused["status"], refused["outcome"]) == ("/v1/models", 401, "invalid_api_key")
+    assert answered["request_id"] == answer.headers["x-request-id"] and answered["client_request_id"] == "trace-1"
+    assert answered["logger"] == "omniflow.access" and answered["status"] == 200 and answered["duration_ms"] > 0
+    assert not any("sesame" in line for line in (*server.out, *server.err))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--ssl-certfile", "/gone.pem"], "cannot use /gone.pem for TLS: No such file or directory"),
+        (["--ssl-keyfile", "/gone.pem"], "server.ssl_keyfile needs the certificate, too"),
+        (["--api-key", "two words"], "server.api_keys=(hidden): Expected `str` matching regex"),
+        (["--log-format", "xml"], "server.log_format='xml': Invalid enum value 'xml'"),
+    ],
+)
+def test_options_of_the_server_that_are_wrong(cli: Cli, options: list[str], expected: str) -> None:
+    assert expected in refused(cli("run", PARROT, "--port", "0", *options))
+
+
+def test_keys_are_shown_to_nobody(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNIFLOW_API_KEYS", "sesame, other")
+    ran = cli("explain", PARROT, "--config")
+    assert re.search(r"server.api_keys +\(hidden\) +environment", ran.out) and "sesame" not in ran.out
+    monkeypatch.setenv("OMNIFLOW_API_KEYS", "half\u00e9")
+    assert "half" not in refused(cli("explain", PARROT))
 
 
 def is_one(server: Running, counted: str) -> bool:

@@ -22,6 +22,7 @@ from omniflow.config import ServerConfig
 from omniflow.server.failures import error_body_of
 
 _BREAK_OFF = "omniflow.break_off"
+_GOODBYE_S = 0.5
 
 
 def break_off(scope: Scope) -> None:
@@ -106,6 +107,14 @@ class Connection(H11Protocol):
         self._stalled = self.loop.call_later(self.limits.send_s, look)
 
     # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Called when the server stops: an idle connection ends, a reply under way may first."""
+        super().shutdown()
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and self.scheme == "https" and not self.flow.write_paused:
+            # TLS waits for the other end's goodbye, which one that keeps a connection for later does not say.
+            self.loop.call_later(_GOODBYE_S, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_timers()
