@@ -5,21 +5,24 @@ A model adds a `Script`: which prompts a text is, and which frames the vocoder t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import anyio
 import msgspec
 import numpy as np
 
 from actors.catalogue import PACKAGED
 from actors.roles import TalkerRole
 from omniflow.actor import Context, Emit, Stream
-from omniflow.engine.base import Engine, EngineRequest, Sampling
+from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
 from omniflow.errors import InvalidInputError
 from omniflow.media import Latents, Segment
@@ -80,6 +83,8 @@ class ArTalker(TalkerRole, ABC):
     Each segment gives one or more `Latents`, the last of them marked; one without a word gives none. With
     `Options.seed` the same segments give the same frames, alone and beside others. `Options.speed` repeats frames or
     leaves some out. `max_running` utterances step together, `max_waiting` wait for it, then OverloadedError (429).
+
+    Once a request is heard, its next utterance begins beside the one that is being said, where there is room.
     """
 
     heavy = True
@@ -106,7 +111,8 @@ class ArTalker(TalkerRole, ABC):
         self._script = await self.offload(self.load_script, self._weights.path())
         await self._loop.setup()
         for prompt in await self.offload(self._script.prompts, "Ready."):
-            async with self._loop.generate(self._request(prompt, "setup", seed=0)) as outputs:
+            request = EngineRequest(id="setup", ids=prompt.ids, sampling=self._script.sampling)
+            async with self._loop.generate(request) as outputs:
                 await anext(outputs)
 
     def busy_s(self) -> float:
@@ -117,25 +123,41 @@ class ArTalker(TalkerRole, ABC):
 
     async def run(self, segments: Stream[Segment], emit: Emit[Latents], ctx: Context) -> None:
         """See the class. Raises InvalidInputError where `speed` is out of range."""
-        speed = _checked_speed(ctx.options.speed)
-        seed = secrets.randbits(64) if ctx.options.seed is None else ctx.options.seed % 2**64
-        sizes = itertools.chain((FIRST_STEPS, MOST_STEPS // 2), itertools.repeat(MOST_STEPS))
-        numbers = itertools.count()
-        async for segment in segments:
-            prompts = await self.offload(self._script.prompts, segment.text)
-            for prompt, number in zip(prompts, numbers, strict=False):
-                request = self._request(prompt, f"{ctx.run_id}-{number:06}", _seed_of(seed, number))
-                utterance = _Utterance(self._script, prompt, speed, sizes)
-                async with self._loop.generate(request) as outputs:
-                    async for output in outputs:
-                        frames = None if output.frames is None else utterance.add(output.frames.cpu().numpy())
-                        if frames is not None:
-                            await emit.send(Latents(frames, segment.index, last=False))
-                await emit.send(Latents(utterance.rest(), segment.index, last=prompt is prompts[-1]))
+        speech = _Speech(segments, ctx)
+        async with contextlib.AsyncExitStack() as ahead:
+            following = await self._begin(speech, ahead, wait=True)
+            while following is not None:
+                utterance, following = following, None
+                async with ahead.pop_all():
+                    async for output in utterance.outputs:
+                        latents = utterance.add(output)
+                        if latents is not None:
+                            await emit.send(latents)
+                            if following is None and self._has_room():
+                                following = await self._begin(speech, ahead, wait=False)
+                await emit.send(utterance.rest())
+                following = following or await self._begin(speech, ahead, wait=True)
 
-    def _request(self, prompt: Prompt, id: str, seed: int) -> EngineRequest:
-        sampling = msgspec.structs.replace(self._script.sampling, seed=seed, max_tokens=prompt.max_steps)
-        return EngineRequest(id=id, ids=prompt.ids, sampling=sampling, later_codes=self._script.later_codes)
+    async def _begin(self, speech: _Speech, ahead: contextlib.AsyncExitStack, wait: bool) -> _Utterance | None:
+        """Begin the next utterance, which ends with `ahead`; None where there is none, or not `wait` and none yet."""
+        while not speech.lines:
+            segment = await speech.read(wait)
+            if segment is None:
+                return None
+            speech.add(segment, await self.offload(self._script.prompts, segment.text))
+        line = speech.lines.popleft()
+        sampling = msgspec.structs.replace(self._script.sampling, seed=line.seed, max_tokens=line.prompt.max_steps)
+        request = EngineRequest(
+            id=line.id, ids=line.prompt.ids, sampling=sampling, later_codes=self._script.later_codes
+        )
+        outputs = await ahead.enter_async_context(self._loop.generate(request))
+        return _Utterance(self._script, line, outputs, speech)
+
+    def _has_room(self) -> bool:
+        """True where the next utterance may begin early: a step of two takes hardly longer than one of one, but where
+        others speak it would take their turn.
+        """
+        return 2 * self._loop.stats.num_running <= self._limits["max_running"]
 
     def _build(self) -> Engine:
         # Imports torch, so not at the top: a graph is checked and explained without it.
@@ -147,35 +169,73 @@ class ArTalker(TalkerRole, ABC):
         return FrameEngine(self._script.load_model().to(self._device), **self._limits)
 
 
+class _Line(NamedTuple):
+    """What is to be said next."""
+
+    prompt: Prompt
+    id: str
+    seed: int
+    segment: int
+    is_last: bool
+
+
+class _Speech:
+    """One request: what of its text is here, and what its utterances share."""
+
+    def __init__(self, segments: Stream[Segment], ctx: Context) -> None:
+        self.speed = _checked_speed(ctx.options.speed)
+        self.sizes = itertools.chain((FIRST_STEPS, MOST_STEPS // 2), itertools.repeat(MOST_STEPS))
+        self.lines: deque[_Line] = deque()
+        self._segments = segments
+        self._run_id = ctx.run_id
+        self._seed = secrets.randbits(64) if ctx.options.seed is None else ctx.options.seed % 2**64
+        self._numbers = itertools.count()
+
+    async def read(self, wait: bool) -> Segment | None:
+        """The next segment; None after the last, or not `wait` and none is here."""
+        # `Stream` loses nothing when a receive is cancelled: an item is taken out after the last wait.
+        with anyio.CancelScope(deadline=math.inf if wait else -math.inf):
+            return await anext(self._segments, None)
+        return None
+
+    def add(self, segment: Segment, prompts: Sequence[Prompt]) -> None:
+        """The utterances of `segment`. Each has a seed of its own: no two say their words with the same noise."""
+        for prompt, number in zip(prompts, self._numbers, strict=False):
+            seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1, np.uint64)[0])
+            self.lines.append(_Line(prompt, f"{self._run_id}-{number:06}", seed, segment.index, prompt is prompts[-1]))
+
+
 class _Utterance:
     """The codes of one utterance on their way to frames. Some are kept back until it is known that more follow."""
 
-    def __init__(self, script: Script, prompt: Prompt, speed: float, sizes: Iterator[int]) -> None:
-        self._script, self._prompt, self._speed, self._sizes = script, prompt, speed, sizes
-        self._size = next(sizes)
+    def __init__(self, script: Script, line: _Line, outputs: AsyncIterator[EngineOutput], speech: _Speech) -> None:
+        self.outputs = outputs
+        self._script, self._line, self._speech = script, line, speech
+        self._size = next(speech.sizes)
         self._held: list[np.ndarray] = []
         self._num_frames = 0
 
-    def add(self, codes: np.ndarray) -> np.ndarray | None:
-        """Take some steps of codes; frames where enough for a message have come."""
-        self._held += list(codes)
+    def add(self, output: EngineOutput) -> Latents | None:
+        """Take the codes of a step; frames where enough for a message have come."""
+        self._held += [] if output.frames is None else list(output.frames.cpu().numpy())
         if len(self._held) < self._size + self._script.held_steps:
             return None
         ready, self._held = self._held[: self._size], self._held[self._size :]
-        self._size = next(self._sizes)
-        return self._stretched(self._script.frames(np.stack(ready)))
+        self._size = next(self._speech.sizes)
+        return Latents(self._stretched(ready), self._line.segment, last=False)
 
-    def rest(self) -> np.ndarray:
-        """The last frames; there may be none."""
-        kept = self._held[: len(self._held) - self._prompt.dropped_steps]
-        codes = np.stack(kept) if kept else np.zeros((0, self._script.num_codes), np.int64)
-        frames = self._stretched(self._script.frames(codes))
-        return np.concatenate([frames, frames[-1:].repeat(round(self._prompt.pause_frames / self._speed), axis=0)])
+    def rest(self) -> Latents:
+        """The last frames, of which there may be none, and a pause."""
+        frames = self._stretched(self._held[: len(self._held) - self._line.prompt.dropped_steps])
+        pause = round(self._line.prompt.pause_frames / self._speech.speed)
+        frames = np.concatenate([frames, frames[-1:].repeat(pause, axis=0)])
+        return Latents(frames, self._line.segment, self._line.is_last)
 
-    def _stretched(self, frames: np.ndarray) -> np.ndarray:
-        start = self._num_frames
-        self._num_frames += len(frames)
-        return stretched(frames, start, self._speed)
+    def _stretched(self, steps: list[np.ndarray]) -> np.ndarray:
+        codes = np.array(steps, np.int64).reshape(len(steps), self._script.num_codes)
+        frames = self._script.frames(codes)
+        start, self._num_frames = self._num_frames, self._num_frames + len(frames)
+        return stretched(frames, start, self._speech.speed)
 
 
 def stretched(frames: np.ndarray, start: int, speed: float) -> np.ndarray:
@@ -187,11 +247,6 @@ def stretched(frames: np.ndarray, start: int, speed: float) -> np.ndarray:
     index = np.floor((np.arange(first, stop) + 0.5) * speed).astype(int) - start
     kept: np.ndarray = frames[index.clip(0, max(0, len(frames) - 1))]
     return kept
-
-
-def _seed_of(seed: int, number: int) -> int:
-    """Of utterance `number` of a request: no two say their words with the same noise."""
-    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
 
 
 def _checked_speed(speed: float) -> float:
