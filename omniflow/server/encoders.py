@@ -20,6 +20,9 @@ Samples = NDArray[np.float32]
 
 _OPEN_SIZE = 0xFFFFFFFF
 _MP3_HZ = frozenset({8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000})
+_MP3_KBPS = 64
+_MP3_LEVEL = 7
+"""Of 0 to 9: from here on LAME leaves out what cannot be heard in speech."""
 _OPUS_HZ = frozenset({8000, 12000, 16000, 24000, 48000})
 _AAC_HZ = _MP3_HZ | {7350, 64000, 88200, 96000}
 
@@ -108,8 +111,6 @@ class Codec(msgspec.Struct, frozen=True):
     bit_rate: int | None = None
     options: dict[str, str] = {}
     container_options: dict[str, str] = {}
-    open_ended_options: dict[str, str] = {}
-    """Of the container, where nobody goes back to its begin to write the length."""
 
     def __call__(self, sample_rate_hz: int, channels: int, open_ended: bool) -> FileEncoder:
         """An encoder of this codec."""
@@ -126,10 +127,9 @@ class FileEncoder:
         # Imported here: it takes 0.1 s and 30 MiB, which a server that is asked for pcm and wav only should not spend.
         import av
 
-        options = codec.container_options | (codec.open_ended_options if open_ended else {})
         layout = "stereo" if channels == 2 else "mono"
         self._tape = _Tape(seekable=not open_ended)
-        self._container = av.open(self._tape, "w", format=codec.container, container_options=options)
+        self._container = av.open(self._tape, "w", format=codec.container, container_options=codec.container_options)
         self._stream = cast(
             "AudioStream",
             self._container.add_stream(
@@ -171,6 +171,35 @@ class FileEncoder:
         frame.pts = self._position
         self._position += len(samples)
         return frame
+
+
+class LameEncoder:
+    """An open-ended mp3. It is LAME as in PyAV, built for speed: a quarter of the time for the same bytes a second.
+
+    It writes no tag that says how long the file is, which is why whole files are not made by it.
+    """
+
+    def __init__(self, sample_rate_hz: int, channels: int) -> None:
+        import lameenc
+
+        self._lame = lameenc.Encoder()
+        self._lame.silence()
+        self._lame.set_in_sample_rate(sample_rate_hz)
+        self._lame.set_out_sample_rate(sample_rate_hz)
+        self._lame.set_channels(channels)
+        self._lame.set_bit_rate(_MP3_KBPS * channels)
+        self._lame.set_quality(_MP3_LEVEL)
+        self._begun = False
+
+    def write(self, samples: Samples) -> bytes:
+        self._begun = True
+        return bytes(self._lame.encode(pcm16(samples)))
+
+    def finish(self) -> bytes:
+        return bytes(self._lame.flush()) if self._begun else b""
+
+    def head(self) -> bytes:
+        return b""
 
 
 class _Tape(io.RawIOBase):
@@ -233,29 +262,33 @@ class Format(msgspec.Struct, frozen=True):
 
 
 # Milliseconds of a core for a second of 24 kHz mono, and the same with what the codec does by default.
-_MP3 = Codec(  # 4.9 (8.0): level 7 and above leave out what is not heard in speech
+_MP3 = Codec(  # 4.9 (8.0)
     "libmp3lame",
     "mp3",
     "fltp",
-    bit_rate=64_000,
-    options={"compression_level": "7"},
+    bit_rate=1000 * _MP3_KBPS,
+    options={"compression_level": str(_MP3_LEVEL)},
     container_options={"id3v2_version": "0"},
-    open_ended_options={"write_xing": "0"},
 )
-_OPUS = Codec(  # 2.5 (9.0); a page of 0.1 s, where the default of 1 s would hold back the first sound
+_OPUS = Codec(  # 2.1 (9.0); a page of 0.1 s, where the default of 1 s would hold back the first sound
     "libopus",
     "ogg",
     "flt",
     bit_rate=48_000,
-    options={"compression_level": "5"},
+    options={"compression_level": "4"},
     container_options={"page_duration": "100000"},
 )
-_AAC = Codec("aac", "adts", "fltp", bit_rate=64_000, options={"aac_coder": "fast"})  # 3.6 (7.7)
+_AAC = Codec("aac", "adts", "fltp", bit_rate=48_000, options={"aac_coder": "fast"})  # 3.1 (7.7)
 _FLAC = Codec("flac", "flac", "s16")  # 0.4
+
+
+def _mp3(sample_rate_hz: int, channels: int, open_ended: bool) -> Encoder:  # open-ended: 1.3
+    return LameEncoder(sample_rate_hz, channels) if open_ended else _MP3(sample_rate_hz, channels, open_ended)
+
 
 _PCM = Format("audio/pcm", PcmEncoder, rates_hz=frozenset({24000}), max_channels=1)
 _FILES = {
-    "mp3": Format("audio/mpeg", _MP3, rates_hz=_MP3_HZ, slow=True),
+    "mp3": Format("audio/mpeg", _mp3, rates_hz=_MP3_HZ, slow=True),
     "opus": Format("audio/ogg", _OPUS, rates_hz=_OPUS_HZ, slow=True),
     "aac": Format("audio/aac", _AAC, rates_hz=_AAC_HZ, slow=True),
     "flac": Format("audio/flac", _FLAC, states_length=True, slow=True),

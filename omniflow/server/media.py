@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
 
 import anyio.to_thread
 import numpy as np
@@ -15,6 +14,8 @@ from omniflow.server.encoders import Encoder, Format, Samples
 
 PROMISED_HZ = 24000
 """The rate that OpenAI's clients take for granted in headerless pcm."""
+_SHORT_S = 0.25
+"""Sound that takes less to encode (1 ms at most) than to hand to a thread and back would cost, under load."""
 
 
 class AudioWriter:
@@ -40,19 +41,20 @@ class AudioWriter:
     async def write(self, chunk: AudioChunk) -> bytes:
         """The bytes that `chunk` adds; may be empty while the encoder or the resampler looks ahead."""
         self.audio_s += chunk.duration_s
-        return await self._off_loop(self._write, chunk)
+        if self._format.slow and (self._parts is None or chunk.duration_s > _SHORT_S):
+            return await anyio.to_thread.run_sync(self._write, chunk)
+        return self._write(chunk)
 
     async def finish(self) -> bytes:
         """The last bytes. A reply without any chunk is a file without samples, at 24 kHz."""
-        return await self._off_loop(self._finish)
+        if self._format.slow and self._parts is None:
+            return await anyio.to_thread.run_sync(self._finish)
+        return self._finish()
 
     def whole(self, streamed: bytes) -> bytes:
         """`streamed` (all of `write` and `finish`, joined) behind its true header."""
         head = self._parts[1].head() if self._parts is not None else b""
         return head + streamed[len(head) :]
-
-    async def _off_loop(self, call: Callable[..., bytes], *args: AudioChunk) -> bytes:
-        return await anyio.to_thread.run_sync(call, *args) if self._format.slow else call(*args)
 
     def _write(self, chunk: AudioChunk) -> bytes:
         mixer, encoder = self._opened(chunk)

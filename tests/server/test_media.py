@@ -101,6 +101,15 @@ async def test_an_open_ended_file_says_nothing_of_its_length_and_is_read_to_its_
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("chunk", [tone(48000, 48000, 2), tone(8000, 8000), tone(22050, 22050)])
+async def test_an_open_ended_mp3_keeps_rate_and_channels(chunk: AudioChunk) -> None:
+    data = b"".join(await written(AudioWriter(SPEECH_FORMATS["mp3"], open_ended=True), [chunk] * 2))
+    with soundfile.SoundFile(io.BytesIO(data)) as file:
+        assert (file.samplerate, file.channels) == (chunk.sample_rate_hz, chunk.channels)
+        assert len(file.read()) / file.samplerate == pytest.approx(2, abs=0.25)
+
+
+@pytest.mark.anyio
 async def test_lossless_formats_lose_nothing_and_hold_two_channels() -> None:
     stereo = tone(30000, channels=2)
     for name in ("flac", "wav"):
