@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Mapping, Sequence
 
+import anyio
 import msgspec
 
 from omniflow.planner.plan import PlannedEdge, PlannedHost
@@ -15,6 +15,8 @@ from omniflow.transport.cuda_ipc import CudaIpcLane, DevicePool
 from omniflow.transport.lane import Lane
 from omniflow.transport.nccl import NcclLane
 
+_PEER_S = 30.0
+"""To start, a process on a GPU takes 3-10 s until it can make a lane; one that is being killed never does."""
 LANES = ("cuda_ipc", "nccl")
 """Transports of edges whose tensors go by a lane."""
 
@@ -68,20 +70,42 @@ class Lanes:
     """Makes the lanes of a host's links. They share one pool of device memory."""
 
     def __init__(self, name: str, gpus: Gpus, edges: Sequence[PlannedEdge]) -> None:
-        self._name = name
-        self._edges = [edge for edge in edges if edge.transport in LANES]
+        self._between: dict[str, list[PlannedEdge]] = {}
+        for edge in edges if gpus.numbers else ():
+            if edge.transport in LANES:
+                peer = edge.target_host if edge.source_host == name else edge.source_host
+                self._between.setdefault(peer, []).append(edge)
         self._pool = DevicePool(gpus.pool_bytes, take_memory)
+        self._limit_bytes = gpus.pool_bytes
+        self._lanes: dict[str, Lane] = {}
+        self._made = anyio.Event()
 
     def to(self, peer: str) -> Lane | None:
-        """The lane of the link to `peer`; None where no edge between the two needs one."""
-        between = [edge for edge in self._edges if {edge.source_host, edge.target_host} == {self._name, peer}]
-        if not between:
+        """The lane of a new link to `peer`; None where no edge between the two needs one."""
+        between = self._between.get(peer)
+        if between is None:
             return None
-        sends = any(edge.source_host == self._name for edge in between)
-        receives = any(edge.target_host == self._name for edge in between)
+        sends = any(edge.target_host == peer for edge in between)
+        receives = any(edge.source_host == peer for edge in between)
+        lane: Lane
         if between[0].transport == "nccl":
-            return NcclLane("nccl", self._pool.limit_bytes, sends=sends, receives=receives)
-        return CudaIpcLane(self._pool, functools.partial(map_memory, index=0), sends=sends, receives=receives)
+            lane = NcclLane("nccl", self._limit_bytes, sends=sends, receives=receives)
+        else:
+            lane = CudaIpcLane(self._pool, map_memory, sends=sends, receives=receives)
+        self._lanes[peer] = lane
+        self._made.set()
+        self._made = anyio.Event()
+        return lane
+
+    async def settled(self) -> None:
+        """Returns once it is known how tensors go to and from each peer: a host is not ready before, because until
+        then they would go through the host. Peers that do not come up are not waited for any longer than they may take.
+        """
+        with anyio.move_on_after(_PEER_S):
+            while len(self._lanes) < len(self._between):
+                await self._made.wait()
+            for peer in self._between:
+                await self._lanes[peer].settled()
 
     def close(self) -> None:
         """Give the pool back."""

@@ -183,12 +183,22 @@ class Host:
         self._runs: asyncio.TaskGroup | None = None
         self._done: list[Visit] = []
         self._connect: Callable[[str, int], Link] | None = None
+        self._settled: Callable[[], Awaitable[None]] | None = None
         self._observer = Observer(spec.edges, spec.stages) if spec.observe else None
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    async def serve(self, front: Link, connect: Callable[[str, int], Link] | None = None) -> None:
-        """Set the actors up, serve until `stopped`, close them. `connect` makes the link of a `Connect` message."""
+    async def serve(
+        self,
+        front: Link,
+        connect: Callable[[str, int], Link] | None = None,
+        settled: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Set the actors up, serve until `stopped`, close them. `connect` makes the link of a `Connect` message.
+
+        The host is ready once its actors are, and `settled` has returned.
+        """
+        self._settled = settled
         self.links = {FRONT: front, self.spec.name: loopback(self.spec.name, self)}
         self._connect = connect
         try:
@@ -232,6 +242,8 @@ class Host:
             if local.batcher is not None:
                 self._spawn(local.batcher.serve)
             self.links[FRONT].send(StageReady(stage.name, time.perf_counter() - began))
+        if self._settled is not None:
+            await self._settled()
         self.links[FRONT].send(HostReady())
 
     async def _close_actor(self, local: _LocalStage) -> None:

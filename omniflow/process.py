@@ -74,7 +74,7 @@ async def _serve(spec: HostSpec, connection: socket.socket) -> bool:
     front = ArrowShmLink(FRONT, host, connection, memory, types, home=home)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_beat, host, front, spec.beat_s)
-        await host.serve(front, link_to)
+        await host.serve(front, link_to, lanes.settled)
         tasks.cancel_scope.cancel()
     with anyio.move_on_after(_LAST_WORDS_S):
         await front.flushed()

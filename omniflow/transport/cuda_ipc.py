@@ -233,6 +233,7 @@ class CudaIpcLane(Lane):
             memory = await self.pool.open()
         except DeviceError as error:
             self.refuse(str(error), port.peer)
+            port.send(LaneOffer(self.kind))
             return
         if not self._closed:
             port.send(LaneOffer(self.kind, memory.device, memory.size_bytes), memory.descriptors())
@@ -249,10 +250,12 @@ class CudaIpcLane(Lane):
         elif not self._closed:
             self._theirs = found
             port.send(LaneAnswer())
+        self.decided()
 
     def on_offer(self, offer: LaneOffer, descriptors: Sequence[int]) -> None:
         if len(descriptors) != 2 or self._closed:
-            _close_all(descriptors)
+            _close_all(descriptors)  # an offer without memory: the peer has none
+            self.decided()
             return
         self._offer = offer, (descriptors[0], descriptors[1])
         self._offered.set()
@@ -295,6 +298,7 @@ class CudaIpcLane(Lane):
 
     def close(self) -> None:
         self._closed, self.is_open = True, False
+        self._decided.set()
         if self._offer is not None:
             _close_all(self._offer[1])
             self._offer = None

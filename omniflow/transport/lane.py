@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import anyio
+
 from omniflow.messages import Block, LaneAnswer, LaneNote, LaneOffer, Message
 from omniflow.transport.codec import Part
 from omniflow.transport.deaths import Key
@@ -64,6 +66,8 @@ class Lane(ABC):
         """True where what we send may go by this lane."""
         self.problem: str | None = None
         """Why it is not open, where that will not change."""
+        self._undecided = int(sends) + int(receives)
+        self._decided = anyio.Event()
 
     @abstractmethod
     async def serve(self, port: LanePort) -> None:
@@ -101,15 +105,28 @@ class Lane(ABC):
         """The other end of a communicator says something; lanes without any ignore it."""
         raise NotImplementedError
 
+    def decided(self) -> None:
+        """It is known whether one direction is open. Called once for each."""
+        self._undecided -= 1
+        if self._undecided <= 0:
+            self._decided.set()
+
+    async def settled(self) -> None:
+        """Returns once it is known how tensors go, in both directions, or the link is closed."""
+        await self._decided.wait()
+
     def on_answer(self, answer: LaneAnswer, peer: str) -> None:
         """The peer can take what we send by this lane, or cannot (any more)."""
-        if answer.problem is None:
-            self.is_open = self.problem is None
-        else:
+        if answer.problem is not None:
             self.refuse(answer.problem, peer)
+        elif self.problem is None:
+            self.is_open = True
+            self.decided()
 
     def refuse(self, problem: str, peer: str) -> None:
         """From now on what we send goes through the host."""
         if self.problem is None:
+            if not self.is_open:
+                self.decided()
             self.problem, self.is_open = problem, False
             log.warning("device tensors to %s go through the host, not by %s: %s", peer, self.kind, problem)

@@ -284,6 +284,7 @@ class NcclLane(Lane):
         problem = await anyio.to_thread.run_sync(_opened, way, abandon_on_cancel=True)
         if not self._closed:
             port.send(LaneAnswer(problem))
+            self.decided()
 
     def on_offer(self, offer: LaneOffer, descriptors: Sequence[int]) -> None:
         self._offered.set()
@@ -347,6 +348,7 @@ class NcclLane(Lane):
 
     def close(self) -> None:
         self._closed, self.is_open = True, False
+        self._decided.set()
         self._offered.set()
         for way in (self._out, self._in):
             if way is not None:
