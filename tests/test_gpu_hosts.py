@@ -51,7 +51,9 @@ def resource_tracker() -> None:
 @asynccontextmanager
 async def hosts(devices: tuple[str, str], weights: str = "0", **config: object) -> AsyncIterator[Runtime]:
     graph = tensors.build(devices=devices, weights=weights)
-    async with running(graph, MACHINE, start_timeout_s=60, device_pool_bytes=2**26, **config) as runtime:
+    async with running(
+        graph, MACHINE, start_timeout_s=60, shm_bytes=2**28, device_pool_bytes=2**26, **config
+    ) as runtime:
         yield runtime
 
 

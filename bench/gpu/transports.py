@@ -10,8 +10,10 @@ one clock. Parts that need two GPUs are left out where there is one.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import datetime
+import gc
 import json
 import os
 import signal
@@ -33,6 +35,7 @@ from omniflow.errors import ErrorInfo
 from omniflow.messages import Message
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 from omniflow.transport.base import Link
+from omniflow.transport.codec import Encoder, decoder_for
 from omniflow.transport.cuda_driver import map_memory, take_memory
 from omniflow.transport.cuda_ipc import CudaIpcLane, DevicePool
 from omniflow.transport.lane import Lane
@@ -42,9 +45,11 @@ ROOT = Path(__file__).parents[2]
 SIZES = [2**16, 2**20, 2**22, 2**24, 2**26]
 POOL = 2**28
 SHM = 2**30
-TYPES: dict[int, Any] = {1: torch.Tensor, 2: tuple[float, float, float], 3: torch.Tensor, 4: torch.Tensor}
-MEASURE, TIMES, ECHO, KEEP = 1, 2, 3, 4
-"""Edges: answered with times; those times; sent back; kept."""
+TYPES: dict[int, Any] = {
+    1: torch.Tensor, 2: tuple[float, float, float], 3: torch.Tensor, 4: torch.Tensor, 5: str
+}  # fmt: skip
+MEASURE, TIMES, ECHO, KEEP, WORD = 1, 2, 3, 4, 5
+"""Edges: answered with times; those times; sent back; kept; a word, answered with times."""
 PORT = 29611
 
 
@@ -74,7 +79,10 @@ class End:
         self._news = anyio.Event()
 
     def on_item(self, link: Link, edge: int, request: int, seq: int, value: Any) -> None:
-        if edge == MEASURE:
+        if edge == WORD:
+            held = time.perf_counter()
+            link.send_item(TIMES, request, seq, (held, held, 0.0))
+        elif edge == MEASURE:
             held = time.perf_counter()
             torch.cuda.synchronize()
             ready = time.perf_counter()
@@ -122,7 +130,8 @@ def child(name: str, kind: str, device: int) -> Iterator[tuple[socket.socket, su
     """A process that sees one GPU and has the other end of a socket."""
     ours, theirs = socket_pair()
     command = [sys.executable, "-m", "bench.gpu.transports", "--child", name, kind, str(theirs.fileno())]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(device)}
+    uvloop = type(asyncio.get_running_loop()).__module__.startswith("uvloop")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(device), "BENCH_UVLOOP": "1" if uvloop else ""}
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT)
     theirs.close()
     try:
@@ -152,6 +161,8 @@ async def with_peer(
 
 
 async def run_child(name: str, kind: str, descriptor: int) -> None:
+    gc.freeze()
+    gc.set_threshold(50_000)  # as in hosts
     end = End(kind, descriptor)
     async with anyio.create_task_group() as tasks:
         if end.lane is not None:
@@ -181,7 +192,7 @@ async def hops(kind: str, device: int) -> dict[str, Any]:
     """One-way times by size, and half of the way there and back."""
 
     async def use(end: End, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        rows = {}
+        rows: dict[str, Any] = {"message": spread("held", [await word(end) for _ in range(300)])}
         for size in SIZES:
             tensor = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
             torch.cuda.synchronize()
@@ -205,6 +216,13 @@ async def hops(kind: str, device: int) -> dict[str, Any]:
         return rows
 
     return await with_peer(kind, device, use)
+
+
+async def word(end: End) -> float:
+    """A message that carries a word: what a hop costs without any tensor."""
+    began = time.perf_counter()
+    end.link.send_item(WORD, 1, 0, "word")
+    return float((await end.answer())[0] - began)
 
 
 def spread(name: str, seconds: list[float]) -> dict[str, float]:
@@ -284,6 +302,35 @@ async def killed_writer(kind: str, device: int) -> dict[str, Any]:
     await anyio.sleep(1.0)
     torch.cuda.empty_cache()
     found["memory_not_back_mb"] = round((free - torch.cuda.mem_get_info()[0]) / 1e6, 1)
+    return found
+
+
+def steps() -> dict[str, Any]:
+    """What each step of sending and receiving takes of the processor, in microseconds."""
+    memory = take_memory(2**22)
+    tensor = torch.ones(2**16, dtype=torch.uint8, device="cuda")
+    encoder = Encoder(device_type="cuda")
+    body = encoder.encode(tensor).body
+    region = memory.view(0, 2**16)[0]
+    decoder = decoder_for(torch.Tensor)
+    named: dict[str, Callable[[], Any]] = {
+        "encode": lambda: encoder.encode(tensor),
+        "copy in": lambda: memory.copy_in(0, tensor, 2**16),
+        "copy out": lambda: memory.copy_out(0, 2**16),
+        "write a word": lambda: memory.write(0, 0, 1),
+        "wait for a word": lambda: memory.wait(0, 0, 1),
+        "make a view": lambda: memory.view(0, 2**16),
+        "decode": lambda: decoder.decode(body, None, (), region, None),
+    }
+    found = {}
+    for name, step in named.items():
+        for number in range(400):
+            if number == 100:
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+            step()
+        found[name] = round((time.perf_counter() - began) / 300 * 1e6, 2)
+        torch.cuda.synchronize()
     return found
 
 
@@ -383,9 +430,12 @@ def peer_copy() -> dict[str, Any]:
 
 def event_child(connection: Any) -> None:
     event = torch.cuda.Event(interprocess=True)
-    torch.cuda._sleep(60_000_000_000)
     event.record()
-    connection.send(event.ipc_handle())
+    handle = event.ipc_handle()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(20_000_000_000)  # 10 s
+    event.record()
+    connection.send(handle)
     time.sleep(60)
 
 
@@ -397,6 +447,7 @@ def events() -> dict[str, Any]:
     process.start()
     event = torch.cuda.Event.from_ipc_handle(torch.cuda.current_device(), ours.recv())
     stream = torch.cuda.Stream()
+    torch.ones(1, device="cuda")
     event.wait(stream)
     with torch.cuda.stream(stream):
         torch.ones(1, device="cuda")
@@ -451,6 +502,8 @@ def parts() -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {
         "events": lambda: in_a_process("events"),
         "cuda_ipc, one GPU": lambda: anyio.run(hops, "cuda_ipc", 0),
+        "cuda_ipc, one GPU (uvloop)": lambda: anyio.run(hops, "cuda_ipc", 0, backend_options={"use_uvloop": True}),
+        "steps of a hop": steps,
         "host bounce, one GPU": lambda: anyio.run(hops, "host", 0),
         "torch.multiprocessing, one GPU": torch_queue,
         "kill -9 of the reader, cuda_ipc": lambda: anyio.run(killed_reader, "cuda_ipc", 0),
@@ -504,7 +557,8 @@ def main() -> None:
     parser.add_argument("--alone")
     arguments = parser.parse_args()
     if arguments.child:
-        anyio.run(run_child, arguments.child[0], arguments.child[1], int(arguments.child[2]))
+        options = {"use_uvloop": bool(os.environ["BENCH_UVLOOP"])}
+        anyio.run(run_child, *arguments.child[:2], int(arguments.child[2]), backend_options=options)
     if arguments.alone:
         print(json.dumps(events()), flush=True)
         os._exit(0)
@@ -520,15 +574,16 @@ def main() -> None:
             traceback.print_exc()
             rows = {"failed": f"{type(error).__name__}: {error}"}
         found["parts"][name] = rows
+        left = set(os.listdir("/dev/shm")) - shm
+        if left:
+            found.setdefault("left_in_dev_shm", {})[name] = sorted(left)
+            print(f"left in /dev/shm: {sorted(left)}")
+        shm |= left
         print(f"{name} ({time.perf_counter() - began:.1f} s)")
         for key, value in rows.items() if isinstance(rows, dict) else [("", rows)]:
             print(f"  {key}: {value}", flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    found["left_in_dev_shm"] = sorted(set(os.listdir("/dev/shm")) - shm)
-    print("left in /dev/shm:", found["left_in_dev_shm"])
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
