@@ -23,6 +23,7 @@ from omniflow.server.failures import AuthenticationError, error_response
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/openapi.json"})
 """What orchestrators ask, and what tells how to ask: never under a key."""
+_GUARDED = ("http", "websocket")
 _SUBPROTOCOL = "openai-insecure-api-key."
 
 
@@ -104,7 +105,7 @@ class KeyCheck:
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and scope["path"] not in self._open_paths:
+        if self._keys.required and scope["type"] in _GUARDED and scope["path"] not in self._open_paths:
             try:
                 self._keys.check(key_of(scope), secret=scope["type"] == "websocket")
             except AuthenticationError as error:
