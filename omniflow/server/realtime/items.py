@@ -27,6 +27,7 @@ from omniflow.server.realtime.client_events import (
 from omniflow.server.realtime.server_events import Content, Item, Status, new_id
 from omniflow.server.realtime.settings import MAX_ECHO_BYTES
 
+_ROOT = "root"
 _MAX_SHOWN_IMAGE = 65_536
 _CHARS_PER_S = 15
 """English, spoken: how much of a text was heard where its speech was broken off and nobody knows its length."""
@@ -146,12 +147,12 @@ class Entry(msgspec.Struct, kw_only=True):
         return sum(len(samples) for samples in held if samples is not None)
 
 
-def entry_of(item: ItemIn, format: AudioFormat) -> Entry:
-    """The item that a client describes; clips are in `format`. Raises InvalidInputError naming the field."""
+def entry_of(item: ItemIn, format: AudioFormat, where: str = "item") -> Entry:
+    """The item that a client describes at `where`; clips are in `format`. Raises InvalidInputError naming the field."""
     id = item.id or new_id("item")
     match item:
         case MessageIn(role=role, content=content):
-            pieces = [_piece(part, role, format, f"item.content[{at}]") for at, part in enumerate(content)]
+            pieces = [_piece(part, role, format, f"{where}.content[{at}]") for at, part in enumerate(content)]
             entry = Entry(id=id, role=role, pieces=pieces)
         case FunctionCallIn(name=name, arguments=arguments):
             call_id = item.call_id or new_id("call")
@@ -159,7 +160,7 @@ def entry_of(item: ItemIn, format: AudioFormat) -> Entry:
         case FunctionOutputIn(call_id=call_id, output=output):
             entry = Entry(id=id, type="function_call_output", call_id=call_id, output=output)
     if len(msgspec.json.encode(entry.shown())) > MAX_ECHO_BYTES:
-        raise InvalidInputError(f"item: its text is larger than {MAX_ECHO_BYTES} bytes", param="item")
+        raise InvalidInputError(f"{where}: its text is larger than {MAX_ECHO_BYTES} bytes", param=where)
     return entry
 
 
@@ -208,10 +209,10 @@ class Conversation:
     def __iter__(self) -> Iterator[Entry]:
         return (self._entries[id] for id in self._order)
 
-    def find(self, id: str, code: str) -> Entry:
+    def find(self, id: str, code: str, param: str = "item_id") -> Entry:
         """The item. Raises ItemError with `code` where there is none."""
         if id not in self._entries:
-            raise ItemError(code, f"item_id: the conversation has no item {id[:128]!r}", "item_id")
+            raise ItemError(code, f"{param}: the conversation has no item {id[:128]!r}", param)
         return self._entries[id]
 
     @property
@@ -226,12 +227,14 @@ class Conversation:
 
     def place(self, id: str | None, previous: str | None) -> int:
         """Where a new item `id` belongs that comes after `previous`. Raises ItemError where it cannot be put there."""
+        if id == _ROOT:
+            raise InvalidInputError(f"item.id: {_ROOT!r} is the front of a conversation, not an item", param="item.id")
         if id is not None and id in self._entries:
             message = f"item.id: the conversation has an item {id!r} already"
             raise ItemError("item_create_duplicate_item_id", message, "item.id")
         if previous is None:
             return len(self._order)
-        if previous == "root":
+        if previous == _ROOT:
             return 0
         if previous not in self._entries:
             message = f"previous_item_id: the conversation has no item {previous[:128]!r}"

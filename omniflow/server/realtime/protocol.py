@@ -368,11 +368,12 @@ class Protocol:
             return list(self._conversation)
         format = self.session.audio.input.format
         entries = []
-        for item in params.input:
+        for at, item in enumerate(params.input):
+            where = f"response.input[{at}]"
             if isinstance(item, client.ReferenceIn):
-                entries.append(self._conversation.find(item.id, "item_reference_invalid_item_id"))
+                entries.append(self._conversation.find(item.id, "item_reference_invalid_item_id", f"{where}.id"))
             else:
-                entries.append(entry_of(item, format))
+                entries.append(entry_of(item, format, where))
         return entries
 
     def _manner(self, params: client.ResponseParams, *, aloud: bool) -> Manner:

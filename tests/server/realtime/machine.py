@@ -32,7 +32,10 @@ class Reader:
 
     def read(self, event: dict[str, Any]) -> None:
         kind = event["type"]
-        assert (kind == "session.created") == (self.num_read == 0)
+        if self.num_read == 0:
+            assert kind in ("session.created", "error")  # the latter where it is refused
+        else:
+            assert kind != "session.created"
         assert event["event_id"].startswith("event_")
         self.num_read += 1
         no_nulls(event.get("item"))
