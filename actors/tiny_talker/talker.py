@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from actors.ar_talker import ArTalker, Prompt, Script
 from actors.piper.talker import LONGEST_TEXT, SENTENCE_PAUSE, pieces_of
 from actors.piper.voice import PAUSES, SENTENCE_ENDS
 from actors.tiny_talker import TINY_TALKER
+from omniflow.actor import NamedVoice
 from omniflow.engine.base import Sampling
 
 if TYPE_CHECKING:
@@ -40,6 +42,10 @@ class TinyTalker(ArTalker):
         max_waiting: int = 64,
     ) -> None:
         super().__init__(model=model, device=device, threads=threads, max_running=max_running, max_waiting=max_waiting)
+
+    def voices(self) -> Sequence[NamedVoice]:
+        """The one that it was made from."""
+        return (NamedVoice("joe", "en-US"),)
 
     def load_script(self, folder: Path) -> Script:
         return TinyTalkerScript(folder)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+import zipfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -21,11 +24,11 @@ from actors.tiny_talker.talker import DROPPED_STEPS, TinyTalker, TinyTalkerScrip
 from actors.whisper.transcriber import transcribe
 from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.frames import FrameEngine
-from omniflow.errors import InvalidInputError, WeightsError
+from omniflow.errors import InvalidInputError, OverloadedError, WeightsError
 from omniflow.media import AudioChunk, Latents, Segment
 from tests.actors.test_piper_phonemes import IPA
 from tests.actors.test_piper_speech import longest_silence_s
-from tests.doubles import ListEmit, ListStream, context
+from tests.doubles import ListEmit, ListStream, Pause, context
 from tests.e2e.hearing import word_errors
 
 pytestmark = pytest.mark.anyio
@@ -225,6 +228,36 @@ async def test_without_a_seed_no_two_are_alike_and_any_integer_is_one(talker: Ti
         assert len(await speak(talker, "Yes.", seed=seed)) > 0
 
 
+async def test_speech_is_the_same_whether_its_text_is_here_or_comes(talker: TinyTalker) -> None:
+    """The next utterance begins early where the text is here; what is said does not depend on it."""
+    texts = ["Well, I went home.", " Yes.", " No."]
+    at_once = await speak(talker, *texts, seed=5)
+    emit: ListEmit[Latents] = ListEmit()
+    segments = [each for index, text in enumerate(texts) for each in (Pause(0.05 * index), Segment(text, index))]
+    await talker.run(ListStream(segments), emit, context(seed=5))
+    assert np.array_equal(frames_of(emit.items), frames_of(at_once))
+    assert [item.segment for item in emit.items if item.last] == [0, 1, 2]
+
+
+async def test_requests_beyond_the_queue_are_refused_and_the_others_spoken() -> None:
+    full = TinyTalker(max_running=1, max_waiting=1)
+    await full.setup()
+    outcomes: list[object] = []
+
+    async def one() -> None:
+        try:
+            outcomes.append(len(await speak(full, "Yes.")))
+        except OverloadedError as error:
+            outcomes.append(type(error))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(5):
+            group.start_soon(one)
+    await full.close()
+    assert OverloadedError in outcomes
+    assert any(outcome != OverloadedError for outcome in outcomes)
+
+
 async def test_a_cancelled_request_leaves_the_engine(talker: TinyTalker) -> None:
     with anyio.move_on_after(0.05):
         await speak(talker, "word " * 60)
@@ -299,6 +332,20 @@ async def test_a_sentence_is_followed_by_a_breath(talker: TinyTalker, vocoder: P
     """0.25 to 0.8 s of silence between two sentences, and none of 0.3 s within one that was cut amid a phrase."""
     assert 0.25 <= longest_silence_s(await say(talker, vocoder, "I went home.", " He stayed there.", seed=1)) <= 0.8
     assert longest_silence_s(await say(talker, vocoder, "The old man", " walked along the river", seed=1)) < 0.3
+
+
+def test_the_package_is_a_wheel_of_weights_and_where_they_come_from(tmp_path: Path) -> None:
+    package = Path(__file__).parents[2] / "packages" / TINY_TALKER.package
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(package)]
+    built = subprocess.run(build, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        sizes = {info.filename: info.file_size for info in archive.infolist()}
+        notice = next(name for name in sizes if name.endswith("NOTICE"))
+        assert "LICENCE: NOT SETTLED" in archive.read(notice).decode()
+    assert sum(sizes[f"omniflow_tiny_talker/{name}"] for name in TINY_TALKER.files) == TINY_TALKER.size_bytes
+    assert [name for name in sizes if name.endswith(".py")] == ["omniflow_tiny_talker/__init__.py"]
 
 
 def test_a_folder_that_holds_no_talker_is_named(tmp_path: Path) -> None:
