@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -33,6 +33,8 @@ MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
+GATHER_S = 0.005
+"""Tokens of a GPU that come faster than this travel together."""
 SEEDS = range(-(2**63), 2**64)
 """What a torch generator takes."""
 
@@ -45,13 +47,17 @@ class Thinker(ThinkerRole):
     together, `max_running` and `max_waiting` the number of requests; beyond them OverloadedError (429). With a `seed` a
     request draws the same tokens alone and in any batch.
 
+    `engine` sglang is for GPUs: SGLang in this process, which it has for itself. There `dtype` is that of the weights
+    (auto: the checkpoint's), `kv_tokens` are reserved at the start, and a `seed` needs `deterministic`, which costs
+    speed. The engine transformers computes in float32.
+
     An answer that a request wants as JSON, or as calls of tools, is held to it while it is written
     (actors/answer_grammar.py): it is whole and follows its schema, unless `max_tokens` cut it.
     """
 
     heavy = True
     # 3 s of a restart's 5 s were these imports.
-    preload = ("omniflow.engine.transformers", "transformers.models.llama.modeling_llama")
+    preload = ("torch", "omniflow.engine.transformers", "transformers.models.llama.modeling_llama")
 
     def __init__(
         self,
@@ -66,12 +72,21 @@ class Thinker(ThinkerRole):
         max_running: int = 8,
         max_waiting: int = 64,
         kv_tokens: int = 16384,
+        engine: Literal["transformers", "sglang"] = "transformers",
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        deterministic: bool = False,
     ) -> None:
         self._weights = resolve(model, PACKAGED)
+        self._engine = engine
+        self._sglang = {"dtype": dtype, "deterministic": deterministic}
         self._device = device
         self._threads = threads
         self._defaults = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
         self._limits = {"max_running": max_running, "max_waiting": max_waiting, "kv_tokens": kv_tokens}
+
+    @classmethod
+    def wants_process(cls, settings: Mapping[str, Any]) -> bool:
+        return settings.get("engine") == "sglang"
 
     def weights(self) -> Sequence[Weights]:
         return (self._weights,)
@@ -82,7 +97,8 @@ class Thinker(ThinkerRole):
         self._defaults = msgspec.structs.replace(self._defaults, stop_token_ids=end_token_ids(folder))
         self._tokenizer = await self.offload(load_tokenizer, folder)
         self._grammars = await self.offload(_grammars, self._tokenizer, folder, self._defaults.stop_token_ids)
-        self._loop = EngineLoop(functools.partial(self._build, folder))
+        gather_s = GATHER_S if self._engine == "sglang" else 0.0
+        self._loop = EngineLoop(functools.partial(self._build, folder), gather_s=gather_s)
         await self._loop.setup()
 
     def busy_s(self) -> float:
@@ -126,6 +142,18 @@ class Thinker(ThinkerRole):
 
     def _build(self, folder: Path) -> Engine:
         # Imports torch, so not at the top: a graph is checked and explained without it.
+        if self._engine == "sglang":
+            from omniflow.engine import sglang
+
+            return sglang.load_engine(
+                folder,
+                decode=self._tokenizer.decode,
+                grammars=self._grammars,
+                device=self._device,
+                threads=self._threads,
+                **self._limits,
+                **self._sglang,
+            )
         from omniflow.engine.transformers import load_engine
 
         return load_engine(

@@ -122,11 +122,11 @@ class Matcher:
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
+        if not bits.any():
+            raise ProtocolError("no token of this model can continue the answer as its grammar wants it")
         allowed = torch.from_numpy(np.unpackbits(bits, count=self._num_tokens, bitorder="little")).view(torch.bool)
         allowed[self._ends] = False
         allowed[end_ids] = self._matcher.is_accepting()
-        if not allowed.any():
-            raise ProtocolError("no token of this model can continue the answer as its grammar wants it")
         return allowed
 
     def advance(self, token: int) -> None:

@@ -79,7 +79,7 @@ class Sampler:
             counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
             loss = counts * self._sampling.frequency_penalty + self._sampling.presence_penalty
             logits = logits.index_add(0, tokens, loss, alpha=-1)
-        return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
+        return logits if allowed is None else torch.where(allowed, logits, -torch.inf)
 
 
 def token_logprob(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
