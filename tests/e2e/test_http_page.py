@@ -1,4 +1,4 @@
-"""The examples of docs/http.md, one after the other, against the real server."""
+"""The examples of the pages on HTTP, one after the other, against the real server."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import ROOT, Server
 from tests.test_docs import blocks
 
-PAGE = ROOT / "docs/http.md"
 
-
-def test_the_examples_do_what_they_say(server: Server, tmp_path: Path) -> None:
-    program = "\n".join(code for code, needs_server in blocks(PAGE, "python") if needs_server)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("page", "lines"),
+    [
+        (
+            "http.md",
+            ["The|", "True\n", "tokens were heard", "400 stage 'image_encoder': this profile has no image encoder"],
+        ),
+        ("audio.md", []),
+    ],
+)
+def test_the_examples_do_what_they_say(server: Server, tmp_path: Path, page: str, lines: list[str]) -> None:
+    path = ROOT / "docs" / page
+    program = "\n".join(code for code, needs_server in blocks(path, "python") if needs_server)
     assert "http://127.0.0.1:8000" in program
     ran = subprocess.run(
         [sys.executable, "-c", program.replace("http://127.0.0.1:8000", server.url)],
@@ -23,7 +35,5 @@ def test_the_examples_do_what_they_say(server: Server, tmp_path: Path) -> None:
         timeout=100,
     )
     assert ran.returncode == 0, ran.stderr
-    shown = [code for code, _ in blocks(PAGE, "text")]
-    assert shown and all(text in ran.stdout for text in shown), ran.stdout
-    for line in ("The|", "True\n", "tokens were heard", "400 stage 'image_encoder': this profile has no image encoder"):
-        assert line in ran.stdout, ran.stdout
+    shown = [code for code, _ in blocks(path, "text")]
+    assert shown and all(text in ran.stdout for text in [*shown, *lines]), ran.stdout
