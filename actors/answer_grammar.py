@@ -57,20 +57,21 @@ def answer_grammar(options: Options, tool_format: ToolFormat) -> AnswerGrammar |
     Raises InvalidInputError for what is no schema, and for a choice that the tools do not have.
     """
     tools = _callable(options)
+    schema, must_call = options.json_schema, options.tool_choice == "required"
+    if schema is None and not must_call and not any(tool.strict for tool in tools):
+        return None
     calls = [_arguments(tool) for tool in tools]
     many = options.parallel_tool_calls and options.tool_name is None
-    if options.tool_choice == "required":
+    if must_call:
         return _joined("tools", "calls", calls, _called(tools, calls, many, tool_format))
-    if options.json_schema is not None:
-        answer = Part(_json_rule(_object(options.json_schema, "the schema", _RESPONSE)), "the schema", _RESPONSE)
-        lines = [f"answer: {answer.rule}"]
-        if not tools:
-            return _joined(_RESPONSE, "answer", [answer], lines)
-        lines += _called(tools, calls, many, tool_format)
-        return _joined(_RESPONSE, "answer | calls", [answer, *calls], lines)
-    if any(tool.strict for tool in tools):
+    if schema is None:
         return _joined("tools", "text", calls, _in_text(tools, calls, many, tool_format))
-    return None
+    answer = Part(_json_rule(_object(schema, "the schema", _RESPONSE)), "the schema", _RESPONSE)
+    lines = [f"answer: {answer.rule}"]
+    if not tools:
+        return _joined(_RESPONSE, "answer", [answer], lines)
+    lines += _called(tools, calls, many, tool_format)
+    return _joined(_RESPONSE, "answer | calls", [answer, *calls], lines)
 
 
 _RESPONSE = "response_format"

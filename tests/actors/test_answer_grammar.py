@@ -70,6 +70,8 @@ def test_an_answer_is_free_where_nothing_is_asked_of_it() -> None:
     assert answer_grammar(Options(), HERMES) is None
     assert answer_grammar(Options(tools=(LOOSE,)), HERMES) is None
     assert answer_grammar(Options(tools=(WEATHER,), tool_choice="none"), HERMES) is None
+    unreadable = Tool("f", parameters='{"multipleOf": 1000000, "type": "array"}')
+    assert answer_grammar(Options(tools=(unreadable,)), HERMES) is None
 
 
 @pytest.mark.parametrize("text", ['{"a": [1, null]}', "{}", '{\n  "ä": "\\n"\n}', '{"city":1}'])
