@@ -42,6 +42,8 @@ class Model:
 
     async def load(self) -> None:
         """Returns once it can listen. Raises WeightsError where the weights cannot be had."""
+        if self._session is not None:
+            return
         async with self._loading:
             if self._session is None:
                 self._session = await anyio.to_thread.run_sync(_load)
@@ -73,7 +75,7 @@ class Ears:
         self._model = model
         self._hidden: Rows = np.zeros((1, 1, 128), np.float32)
         self._cell = self._hidden
-        self._context: Rows = np.zeros(_CONTEXT, np.float32)
+        self._context: Pcm16 = np.zeros(_CONTEXT, np.int16)
 
     async def warm(self) -> None:
         """Load the network now, where a session will listen soon: that takes a second. Raises WeightsError."""
@@ -84,11 +86,18 @@ class Ears:
         await self._model.load()
         heard: list[float] = []
         for start in range(0, len(samples), _MOST_FRAMES * FRAME_SAMPLES):
-            block = samples[start : start + _MOST_FRAMES * FRAME_SAMPLES].reshape(-1, FRAME_SAMPLES)
-            frames = block.astype(np.float32) / np.float32(32768)
-            contexts = np.vstack([self._context, frames[:-1, -_CONTEXT:]])
-            rows = np.concatenate([contexts, frames], axis=1)
+            block = samples[start : start + _MOST_FRAMES * FRAME_SAMPLES]
+            rows = _rows(np.concatenate([self._context, block]))
             found, self._hidden, self._cell = await self._model.run(rows, self._hidden, self._cell)
-            self._context = frames[-1, -_CONTEXT:]
+            self._context = block[-_CONTEXT:]
             heard += found.tolist()
         return heard
+
+
+def _rows(samples: Pcm16) -> Rows:
+    """Frames, each behind the last samples of the one before."""
+    floats = samples.astype(np.float32) * np.float32(1 / 32768)
+    count = (len(floats) - _CONTEXT) // FRAME_SAMPLES
+    step = floats.itemsize
+    shape, strides = (count, _CONTEXT + FRAME_SAMPLES), (FRAME_SAMPLES * step, step)
+    return np.ascontiguousarray(np.lib.stride_tricks.as_strided(floats, shape, strides))
