@@ -69,7 +69,11 @@ class Clip:
                     parts.append(part)
             except av.FFmpegError as error:
                 raise _broken(error) from error
-        block = np.concatenate([np.zeros(0, np.float32), *parts])
+        # Files of floats may hold anything up to 1e38, and what is no number.
+        block: np.ndarray = np.nan_to_num(
+            np.concatenate([np.zeros(0, np.float32), *parts]), copy=False, posinf=1, neginf=-1
+        )
+        np.clip(block, -1, 1, out=block)
         self._num_samples += len(block)
         if not len(block):
             self._check_length()
@@ -156,9 +160,7 @@ def _stated_s(container: InputContainer) -> float:
 
 def _samples(mono: av.AudioResampler, frame: AudioFrame | None) -> Iterator[np.ndarray]:
     for part in mono.resample(frame):
-        samples = np.asarray(part.to_ndarray()[0], np.float32)
-        # Files of floats may hold anything up to 1e38, and what is no number.
-        yield np.nan_to_num(samples, copy=False, posinf=1, neginf=-1).clip(-1, 1)
+        yield np.asarray(part.to_ndarray()[0], np.float32)
 
 
 def _broken(error: av.FFmpegError) -> InvalidInputError:
