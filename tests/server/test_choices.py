@@ -61,7 +61,10 @@ async def test_more_choices_than_places(stream: bool) -> None:
 
 async def test_many_choices_stand_in_the_queue_as_one() -> None:
     """Of a request for 8 that finds no place, one waits, so that whoever comes next is second, not ninth."""
-    async with served(max_in_flight=1, max_queued=2, max_wait_share=1e6) as (runtime, client), anyio.create_task_group() as group:
+    async with (
+        served(max_in_flight=1, max_queued=2, max_wait_share=1e6) as (runtime, client),
+        anyio.create_task_group() as group,
+    ):
         holding = client.stream("POST", "/v1/chat/completions", json=body("wait", stream=True))
         async with holding as held:
             pieces = held.aiter_bytes()  # the reply is closed with its iterator
