@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -18,24 +18,35 @@ MAX_CHARS = 1 << 17
 """Of all schemas of a request together: OpenAI takes 120,000."""
 MAX_CALLS = 16
 """In one answer that has to consist of calls, so that it ends."""
-MAX_MULTIPLE = 10_000
-"""`multipleOf` becomes an automaton of so many states: 10,000 take 30 ms to compile, 1,000,000 take 5 s."""
+MAX_STATES = 10_000
+"""Of the automata that the `multipleOf` of a request become: 10,000 take 30 ms to compile, 1,000,000 take 5 s."""
 MAX_PATTERNS = 32
-"""Of `patternProperties` in a schema: each is compared with each, 32 take up to 0.3 s to compile, 200 up to 2 s."""
+"""Of `patternProperties` in a request: each is compared with each, 32 take up to 0.3 s to compile, 200 up to 2 s."""
 BLANKS = r"( |\n {0,32})"
 """White space that may stand between two tokens of JSON: a model that likes blanks cannot go on with them for ever."""
 
+_RESPONSE = "response_format"
+
 
 class Part(NamedTuple):
-    """A schema of a request as a rule, what its author calls it, and the field that it came in."""
+    """A schema of a request, what its author calls it, and the field that it came in."""
 
-    rule: str
+    schema: dict[str, Any]
     what: str
     param: str
+    lenient: bool = False
+    """True where keywords that cannot be followed are ignored."""
+
+    @property
+    def rule(self) -> str:
+        """What stands for this schema in a grammar."""
+        # What a schema says of llguidance itself is not its author's to say: it could lift what is promised here.
+        schema = {**self.schema, "x-guidance": {"whitespace_pattern": BLANKS, "lenient": self.lenient}}
+        return f"%json {msgspec.json.encode(schema).decode()}"
 
     @property
     def text(self) -> str:
-        """A grammar of this rule alone."""
+        """A grammar of this schema alone."""
         return _grammar(f"start: {self.rule}")
 
 
@@ -66,7 +77,7 @@ def answer_grammar(options: Options, tool_format: ToolFormat) -> AnswerGrammar |
         return _joined("tools", "calls", calls, _called(tools, calls, many, tool_format))
     if schema is None:
         return _joined("tools", "text", calls, _in_text(tools, calls, many, tool_format))
-    answer = Part(_json_rule(_object(schema, "the schema", _RESPONSE)), "the schema", _RESPONSE)
+    answer = Part(_object(schema, "the schema", _RESPONSE), "the schema", _RESPONSE)
     lines = [f"answer: {answer.rule}"]
     if not tools:
         return _joined(_RESPONSE, "answer", [answer], lines)
@@ -74,10 +85,8 @@ def answer_grammar(options: Options, tool_format: ToolFormat) -> AnswerGrammar |
     return _joined(_RESPONSE, "answer | calls", [answer, *calls], lines)
 
 
-_RESPONSE = "response_format"
-
-
 def _joined(param: str, start: str, parts: list[Part], lines: list[str]) -> AnswerGrammar:
+    _refuse_the_slow(param, parts)
     text = _grammar(f"start: {start}", *lines)
     if len(text) > MAX_CHARS:
         raise InvalidInputError(
@@ -135,7 +144,7 @@ def _arguments(tool: Tool) -> Part:
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise InvalidInputError(f'{what} must be the schema of an object: "type": "object"', param="tools")
-    return Part(_json_rule({**schema, "type": "object"}, lenient=not tool.strict), what, "tools")
+    return Part({**schema, "type": "object"}, what, "tools", lenient=not tool.strict)
 
 
 def _object(text: str, what: str, param: str) -> dict[str, Any]:
@@ -146,24 +155,25 @@ def _object(text: str, what: str, param: str) -> dict[str, Any]:
         raise InvalidInputError(f"{what} cannot be read: {error}", param=param) from error
     if not isinstance(schema, dict):
         raise InvalidInputError(f"{what} must be a JSON object", param=param)
-    _refuse_the_slow(schema, what, param)
     return schema or {"type": "object"}
 
 
-def _refuse_the_slow(schema: dict[str, Any], what: str, param: str) -> None:
+def _refuse_the_slow(param: str, parts: list[Part]) -> None:
     """Raise InvalidInputError for what llguidance's own limits do not stop from compiling for seconds or hours."""
-    members = list(_members(schema))
-    multiple = _common_multiple(value for name, value in members if name == "multipleOf" and _is_number(value))
-    patterns = sum(len(value) for name, value in members if name == "patternProperties" and isinstance(value, dict))
-    if multiple > MAX_MULTIPLE:
+    states = num_patterns = 0
+    for part in parts:
+        members = list(_members(part.schema))
+        states += _common_multiple([value for name, value in members if name == "multipleOf" and _is_number(value)])
+        num_patterns += sum(len(value) for name, value in members if name == "patternProperties" and _is_object(value))
+    if states > MAX_STATES:
         raise InvalidInputError(
-            f"{what}: the least common multiple of all multipleOf, without its decimal point, may be {MAX_MULTIPLE}; "
-            f"here it is {multiple}",
+            f"the multipleOf of a request (in each schema the least common multiple of all, without its decimal point) "
+            f"may be {MAX_STATES} together; these are {states}",
             param=param,
         )
-    if patterns > MAX_PATTERNS:
+    if num_patterns > MAX_PATTERNS:
         raise InvalidInputError(
-            f"{what} may have {MAX_PATTERNS} patternProperties in all; here there are {patterns}", param=param
+            f"a request may have {MAX_PATTERNS} patternProperties in all; this one has {num_patterns}", param=param
         )
 
 
@@ -181,17 +191,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and value > 0
 
 
-def _common_multiple(numbers: Iterable[float]) -> int:
-    """Of positive numbers, all written with as many decimals as the longest has, and without the point."""
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _common_multiple(numbers: list[float]) -> int:
+    """Of positive numbers, all written with as many decimals as the longest has, and without the point; 0 of none."""
     decimals = [Decimal(str(number)).normalize() for number in numbers]
     places = max((-int(decimal.as_tuple().exponent) for decimal in decimals), default=0)
-    return math.lcm(*(int(decimal.scaleb(max(places, 0))) for decimal in decimals))
-
-
-def _json_rule(schema: dict[str, Any], *, lenient: bool = False) -> str:
-    # What a schema says of llguidance itself is not its author's to say: it could lift what is promised here.
-    schema = {**schema, "x-guidance": {"whitespace_pattern": BLANKS, "lenient": lenient}}
-    return f"%json {msgspec.json.encode(schema).decode()}"
+    return math.lcm(*(int(decimal.scaleb(max(places, 0))) for decimal in decimals)) if decimals else 0
 
 
 def _literal(text: str) -> str:

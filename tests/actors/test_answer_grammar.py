@@ -197,13 +197,13 @@ def test_the_detokenizer_looks_for_what_the_grammar_writes() -> None:
         ),
         ({"json_schema": '{"$ref": "https://example.com/a"}'}, "response_format", "example.com/a"),
         ({"json_schema": '{"$ref": "#/$defs/a"}'}, "response_format", "'/.defs/a' does not exist"),
-        ({"json_schema": '{"multipleOf": 10001}'}, "response_format", "multipleOf.*here it is 10001"),
+        ({"json_schema": '{"multipleOf": 10001}'}, "response_format", "multipleOf.*these are 10001"),
         ({"json_schema": '{"allOf": [{"multipleOf": 0.0001}, {"multipleOf": 9999}]}'}, "response_format", "99990000"),
         ({"json_schema": '{"enum": ["%s"]}' % ("x" * MAX_CHARS)}, "response_format", "131072 characters together"),
         (
             {"json_schema": json.dumps({"patternProperties": {f"^{n}": {} for n in range(33)}})},
             "response_format",
-            "32 patternProperties in all; here there are 33",
+            "32 patternProperties in all; this one has 33",
         ),
         (
             {"tools": (WEATHER, Tool("f", parameters="no", strict=True))},
@@ -219,6 +219,15 @@ def test_the_detokenizer_looks_for_what_the_grammar_writes() -> None:
             {"tools": (WEATHER, Tool("f", parameters='{"properties": {"a": {"uniqueItems": true}}}', strict=True))},
             "tools",
             r"the parameters of the tool 'f' cannot be followed: Unimplemented keys: \[\"uniqueItems\"\]",
+        ),
+        (
+            {
+                "tools": tuple(
+                    Tool(str(n), parameters=f'{{"allOf": [{{"multipleOf": {n}}}]}}', strict=True) for n in (5001, 5003)
+                )
+            },
+            "tools",
+            "these are 10004",
         ),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": "required", "tools": (WEATHER,), "tool_name": "g"}, "tool_choice", "no tool is named 'g'"),
