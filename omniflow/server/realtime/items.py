@@ -24,7 +24,7 @@ from omniflow.server.realtime.client_events import (
     OutputAudio,
     Text,
 )
-from omniflow.server.realtime.server_events import Content, Item, Status, new_id
+from omniflow.server.realtime.server_events import Content, HeardContent, Item, Status, new_id
 from omniflow.server.realtime.settings import MAX_ECHO_BYTES
 
 _ROOT = "root"
@@ -60,9 +60,9 @@ class Heard(msgspec.Struct):
     samples: Pcm16 | None
     transcript: str | None = None
 
-    def shown(self) -> Content:
+    def shown(self) -> HeardContent:
         """As clients see it."""
-        return Content("input_audio", transcript=self.transcript)
+        return HeardContent(self.transcript)
 
 
 class Seen(msgspec.Struct):

@@ -19,11 +19,18 @@ def new_id(prefix: str) -> str:
 class Content(Struct, frozen=True, omit_defaults=True):
     """A part of an item."""
 
-    type: Literal["input_text", "input_audio", "input_image", "output_text", "output_audio"]
+    type: Literal["input_text", "input_image", "output_text", "output_audio"]
     text: str | None = None
     transcript: str | None = None
     image_url: str | None = None
     detail: str | None = None
+
+
+class HeardContent(Struct, frozen=True):
+    """What the user said. Here, and only here, null must be told: agents-js stops at an item without it."""
+
+    transcript: str | None
+    type: Literal["input_audio"] = "input_audio"
 
 
 class Item(Struct, frozen=True, omit_defaults=True):
@@ -34,7 +41,7 @@ class Item(Struct, frozen=True, omit_defaults=True):
     type: Literal["message", "function_call", "function_call_output"]
     status: Status
     role: Literal["system", "user", "assistant"] | None = None
-    content: tuple[Content, ...] | None = None
+    content: tuple[Content | HeardContent, ...] | None = None
     name: str | None = None
     call_id: str | None = None
     arguments: str | None = None

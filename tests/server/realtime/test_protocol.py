@@ -200,7 +200,7 @@ def test_a_manual_commit_makes_an_item_and_no_response() -> None:
     events = machine.send("input_audio_buffer.commit")
     assert kinds(events) == ["input_audio_buffer.committed", "conversation.item.added", "conversation.item.done"]
     assert events[0]["item_id"] == events[1]["item"]["id"] and events[0]["previous_item_id"] is None
-    assert events[1]["item"]["content"] == [{"type": "input_audio"}]
+    assert events[1]["item"]["content"] == [{"type": "input_audio", "transcript": None}]
     assert machine.responds == machine.transcribes == []
 
 
