@@ -78,11 +78,11 @@ class Thinker(ThinkerRole):
     ) -> None:
         self._weights = resolve(model, PACKAGED)
         self._engine = engine
-        self._sglang = {"dtype": dtype, "deterministic": deterministic}
+        self._sglang: dict[str, Any] = {"dtype": dtype, "deterministic": deterministic}
         self._device = device
         self._threads = threads
         self._defaults = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
-        self._limits = {"max_running": max_running, "max_waiting": max_waiting, "kv_tokens": kv_tokens}
+        self._limits: dict[str, Any] = {"max_running": max_running, "max_waiting": max_waiting, "kv_tokens": kv_tokens}
 
     @classmethod
     def wants_process(cls, settings: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ import time
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import anyio
@@ -153,6 +153,11 @@ class Actor:
     batch: ClassVar[BatchPolicy | None] = None
     _step_began: float | None = None
     run: ClassVar[Callable[..., Any]]
+
+    @classmethod
+    def wants_process(cls, settings: Mapping[str, Any]) -> bool:
+        """Whether an instance with these settings owns its process; by default what `owns_process` says."""
+        return cls.owns_process
 
     def weights(self) -> Sequence[Weights]:
         """What `setup` will read from disk; fetched with a progress bar before any host starts."""

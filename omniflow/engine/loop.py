@@ -90,13 +90,25 @@ class EngineLoop:
     If the engine raises in `step`, the loop is broken for good: `broken` holds the error, every open generation and
     every later `generate` raises ActorBrokenError with it as the cause, and `on_broken` is called with it in the event
     loop.
+
+    Outputs are handed over at the end of each step, or of as many as take `gather_s`: waking every reader takes the
+    time of a GPU's step from the engine's thread. The first and the last output of a request never wait.
     """
 
     def __init__(
-        self, build: Callable[[], Engine], *, on_broken: Callable[[BaseException], None] | None = None
+        self,
+        build: Callable[[], Engine],
+        *,
+        on_broken: Callable[[BaseException], None] | None = None,
+        gather_s: float = 0.0,
     ) -> None:
         self._build = build
         self._on_broken = on_broken
+        self._gather_s = gather_s
+        self._gathered: list[EngineOutput] = []
+        self._handed_over = 0.0
+        self._begun: set[str] = set()
+        """Requests whose first output was handed over, and whose last was not."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._wake = threading.Condition()
         self._commands: list[Command] = []
@@ -196,8 +208,21 @@ class EngineLoop:
         outputs = engine.step()
         self._step_began = None
         self.stats = engine.stats()
-        if outputs:
+        if outputs and self._gather_s:
+            self._gather(outputs)
+        elif outputs:
             self._post(self._deliver, outputs)
+
+    def _gather(self, outputs: list[EngineOutput]) -> None:
+        ended = {output.id for output in outputs if output.finish_reason is not None}
+        begun = {output.id for output in outputs} - self._begun
+        self._begun = (self._begun | begun) - ended
+        self._gathered += outputs
+        now = time.monotonic()
+        if begun or ended or now - self._handed_over >= self._gather_s:
+            self._handed_over = now
+            gathered, self._gathered = self._gathered, []
+            self._post(self._deliver, gathered)
 
     def _post(self, call: Callable[..., object], *args: object) -> None:
         self._asyncio.call_soon_threadsafe(call, *args)

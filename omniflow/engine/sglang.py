@@ -14,13 +14,13 @@ import hashlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
 
 from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
-from omniflow.engine.sglang_scheduler import Progress, SteppedScheduler, Way, abort, build, close, submit
+from omniflow.engine.sglang_scheduler import Held, Progress, SteppedScheduler, Way, abort, build, close, submit
 from omniflow.errors import (
     ContextLengthError,
     InvalidInputError,
@@ -30,6 +30,9 @@ from omniflow.errors import (
     UnsupportedError,
 )
 
+if TYPE_CHECKING:
+    from omniflow.engine.grammar import Grammars
+
 Decode = Callable[[list[int]], str]
 Finish = Literal["stop", "length", "abort"]
 
@@ -37,9 +40,10 @@ Finish = Literal["stop", "length", "abort"]
 class _Running:
     """What this side remembers of one request that SGLang has."""
 
-    def __init__(self, request: EngineRequest, rid: str) -> None:
+    def __init__(self, request: EngineRequest, rid: str, held: Held | None) -> None:
         self.request = request
         self.rid = rid
+        self.held = held
         self.generated: list[int] = []
 
 
@@ -64,8 +68,9 @@ class _Open:
 class SGLangEngine:
     """`Engine` on a scheduler that `load_engine` has built.
 
-    `decode` turns ids into text and is needed for `stop` strings. A seed needs `deterministic`, except where nothing is
-    drawn (`temperature` 0).
+    `decode` turns ids into text and is needed for `stop` strings, `grammars` for requests with a grammar. A seed needs
+    `deterministic`, except where nothing is drawn (`temperature` 0). Of `top_p`, SGLang counts the whole vocabulary,
+    also where `top_k` has left less; its logprobs are those after biases and penalties.
     """
 
     def __init__(
@@ -73,11 +78,13 @@ class SGLangEngine:
         scheduler: SteppedScheduler,
         *,
         decode: Decode | None = None,
+        grammars: Grammars | None = None,
         max_waiting: int = 64,
         deterministic: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._decode = decode
+        self._grammars = grammars
         self._max_waiting = max_waiting
         self._deterministic = deterministic
         self._vocab_size: int = scheduler.model_config.vocab_size
@@ -164,7 +171,7 @@ class SGLangEngine:
         return request_id in self._running or request_id in self._open
 
     def _submit(self, request: EngineRequest) -> None:
-        running = _Running(request, f"{next(self._names):016x}")
+        running = _Running(request, f"{next(self._names):016x}", self._held(request))
         submit(
             self._scheduler,
             running.rid,
@@ -174,9 +181,17 @@ class SGLangEngine:
             positions=request.positions,
             extra_key=_content(request),
             top_logprobs=request.sampling.top_logprobs,
+            held=running.held,
         )
         self._running[request.id] = running
         self._ids[running.rid] = request.id
+
+    def _held(self, request: EngineRequest) -> Held | None:
+        if request.grammar is None:
+            return None
+        if self._grammars is None:
+            raise UnsupportedError("this engine was started without grammars", request_id=request.id)
+        return Held(self._grammars.matcher(request.grammar), request.sampling.stop_token_ids)
 
     def _way(self, request: EngineRequest) -> Way:
         sampling = request.sampling
@@ -206,11 +221,14 @@ class SGLangEngine:
                 abort(self._scheduler, running.rid)
         if not ids and reason is None:
             return []
-        return [EngineOutput(request_id, tuple(ids), reason, tuple(progress.logprobs[: len(ids)]))]
+        error = running.held.error if running.held is not None else None
+        return [EngineOutput(request_id, tuple(ids), reason, tuple(progress.logprobs[: len(ids)]), None, error)]
 
     def _new_ids(self, running: _Running, progress: Progress) -> tuple[list[int], Finish | None]:
         """The tokens that count of those that were drawn, and the finish reason where they end the request."""
         ids: list[int] = []
+        if running.held is not None and running.held.error is not None:
+            return ids, "abort"
         for token in progress.ids:
             if token in running.request.sampling.stop_token_ids:
                 return ids, "stop"
@@ -218,6 +236,8 @@ class SGLangEngine:
             running.generated.append(token)
             if self._stops(running):
                 return ids, "stop"
+        if running.held is not None and running.held.ended:
+            return ids, "stop"
         if progress.finish is None:
             return ids, None
         return ids, finish_reason(progress.finish)
@@ -296,6 +316,7 @@ def load_engine(
     folder: Path,
     *,
     decode: Decode | None = None,
+    grammars: Grammars | None = None,
     device: str = "gpu",
     threads: int = 1,
     max_running: int = 8,
@@ -315,7 +336,9 @@ def load_engine(
     settings = server_settings(device, max_running, kv_tokens, deterministic)
     settings |= {"dtype": dtype, "model_path": str(folder)}
     scheduler = build(SteppedScheduler, settings | more)
-    return SGLangEngine(scheduler, decode=decode, max_waiting=max_waiting, deterministic=deterministic)
+    return SGLangEngine(
+        scheduler, decode=decode, grammars=grammars, max_waiting=max_waiting, deterministic=deterministic
+    )
 
 
 def server_settings(device: str, max_running: int, kv_tokens: int, deterministic: bool) -> dict[str, Any]:
@@ -327,7 +350,6 @@ def server_settings(device: str, max_running: int, kv_tokens: int, deterministic
         "max_total_tokens": kv_tokens,
         "max_running_requests": max_running,
         "log_level": "warning",
-        "watchdog_timeout": 1e9,  # SGLang's would kill the parent of this process; the supervisor watches
     }
     kind, _, number = device.partition(":")
     if kind == "cpu":

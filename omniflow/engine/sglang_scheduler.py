@@ -7,20 +7,27 @@ in a process, for the life of it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from array import array
 from collections import deque
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 # Read when SGLang is imported: logprobs are the model's own, before temperature, as the other engine gives them.
 os.environ.setdefault("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+# Read by Triton: float32 is multiplied in three parts, 1e-6 from exact; its default is one part, 5e-4.
+os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 import sglang
+import sglang.srt.managers.scheduler as sglang_scheduler
+import sglang.srt.models.registry  # all models, now: errors on the way keep the frames that they passed
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
@@ -29,11 +36,16 @@ from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from omniflow.errors import StartError
+from omniflow.errors import RequestError, StartError
 from omniflow.media import TokenLogprob
+
+if TYPE_CHECKING:
+    from omniflow.engine.grammar import Matcher
 
 VERSIONS = ("0.5.17", "0.5.23")
 """Of SGLang, run with this code: the oldest and the newest."""
+# Its thread would end the parent of this process where a step takes too long, and never ends; our supervisor watches.
+sglang_scheduler.create_scheduler_watchdog = lambda *args, **kwargs: None
 _RANKS_IN_CONTEXT = (0, 5, 18)
 """From this version on the scheduler reads its rank from what was published, instead of taking it."""
 
@@ -47,6 +59,57 @@ class Progress(NamedTuple):
     logprobs: list[TokenLogprob]
     frames: torch.Tensor | None = None
     """int64 [1, num_codes], where the model makes frames."""
+
+
+class Held(BaseGrammarObject):  # type: ignore[misc]
+    """The grammar of one answer, as SGLang asks for it: masks are bool [batch, vocab], True for what may not come."""
+
+    def __init__(self, matcher: Matcher, end_ids: frozenset[int]) -> None:
+        super().__init__()
+        self._matcher = matcher
+        self._end_ids = end_ids
+        self._ends = torch.tensor(sorted(end_ids), dtype=torch.int64)
+        self.error: RequestError | None = None
+        """Why the answer cannot go on."""
+
+    @property
+    def ended(self) -> bool:
+        """True where nothing may follow but the end."""
+        return self._matcher.ended
+
+    def accept_token(self, token: int) -> None:
+        if token not in self._end_ids and not self._matcher.ended:
+            with self._told():
+                self._matcher.advance(token)
+        if self.error is not None:
+            raise ValueError("the answer cannot go on")  # SGLang then ends this request, and only it
+
+    def allocate_vocab_mask(self, vocab_size: int, batch_size: int, device: Any) -> torch.Tensor:
+        return torch.zeros(batch_size, vocab_size, dtype=torch.bool)
+
+    def fill_vocab_mask(self, vocab_mask: torch.Tensor, idx: int) -> None:
+        if self._matcher.ended:
+            vocab_mask[idx] = True
+            vocab_mask[idx, self._ends] = False
+            return
+        with self._told():
+            vocab_mask[idx] = ~self._matcher.allowed(self._ends)
+
+    @staticmethod
+    def move_vocab_mask(vocab_mask: torch.Tensor, device: Any) -> torch.Tensor:
+        return vocab_mask.to(device, non_blocking=True)
+
+    @staticmethod
+    def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+        logits.masked_fill_(vocab_mask, -torch.inf)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """An error of this request is told by its end: here it would break the engine."""
+        try:
+            yield
+        except RequestError as error:
+            self.error = error.with_traceback(None)
 
 
 class Outbox:
@@ -112,6 +175,12 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
     def init_output_streamer(self) -> None:
         self.output_streamer = self.outbox
 
+    def init_all_cuda_graphs(self) -> None:
+        model = self.tp_worker.model_runner.model
+        if self.model_config.dtype == torch.float32 and torch.cuda.is_available():
+            _use_plain_operators(model)
+        super().init_all_cuda_graphs()
+
     def begin(self) -> None:
         """What SGLang does before its own loop; call it once, in the thread that will call `step`."""
         self.result_queue: deque[tuple[Any, Any]] = deque()
@@ -166,6 +235,16 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         self.launch_batch_sample_if_needed(result, batch)
 
 
+def _use_plain_operators(model: torch.nn.Module) -> None:
+    """Let `model` run in float32 on a GPU: SGLang's own kernels for norms, rotations and gates know half precision."""
+    for module in model.modules():
+        if "_forward_method" in vars(module):
+            module._forward_method = module.forward_native
+        if "k_norm" in dict(module.named_children()):
+            # Equal numbers would choose a kernel that norms both at once; this is the same number in float32.
+            module.k_norm.variance_epsilon *= 1 + 1e-12  # type: ignore[union-attr, operator]
+
+
 S = TypeVar("S", bound=SteppedScheduler)
 
 
@@ -190,11 +269,14 @@ def build(kind: type[S], settings: dict[str, Any]) -> S:
     """
     if torch.distributed.is_initialized():
         raise StartError("SGLang allows one engine in a process, and this process has one; isolate the stage")
-    scheduler = _construct(kind, ServerArgs(**settings))
-    scheduler.begin()
-    wanted = settings["max_total_tokens"]
-    if scheduler.kv_tokens() < wanted:
-        raise StartError(f"the device has room for {scheduler.kv_tokens()} KV tokens; lower kv_tokens={wanted}")
+    with contextlib.ExitStack() as stack:
+        stack.callback(close)
+        scheduler = _construct(kind, ServerArgs(**settings))
+        scheduler.begin()
+        wanted = settings["max_total_tokens"]
+        if scheduler.kv_tokens() < wanted:
+            raise StartError(f"the device has room for {scheduler.kv_tokens()} KV tokens; lower kv_tokens={wanted}")
+        stack.pop_all()
     return scheduler
 
 
@@ -208,6 +290,7 @@ def submit(
     positions: tuple[int, ...] = (),
     extra_key: str | None = None,
     top_logprobs: int | None = None,
+    held: Held | None = None,
 ) -> None:
     """Queue a request.
 
@@ -232,6 +315,8 @@ def submit(
         extra_key=extra_key,
     )
     scheduler.process_input_requests([request])
+    if held is not None:
+        scheduler.waiting_queue[-1].grammar = held
 
 
 def abort(scheduler: SteppedScheduler, rid: str) -> None:

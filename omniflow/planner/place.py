@@ -115,13 +115,17 @@ def _fuse(
 
 
 def _is_anchor(stage: Stage) -> bool:
-    return stage.actor.heavy or stage.actor.owns_process or stage.isolate or stage.device != "cpu"
+    return stage.actor.heavy or _owns_process(stage) or stage.isolate or stage.device != "cpu"
+
+
+def _owns_process(stage: Stage) -> bool:
+    return stage.actor.wants_process(stage.settings)
 
 
 def _anchor_reason(stage: Stage) -> str:
     if stage.isolate:
         return f"{stage.name} asked to be isolated"
-    if stage.actor.owns_process:
+    if _owns_process(stage):
         return f"the engine of {stage.name} owns its process"
     if stage.tp > 1:
         return f"{stage.name} is tensor parallel"
@@ -157,7 +161,7 @@ def _fuse_on_gpu(
 
 
 def _stays_apart(stage: Stage) -> bool:
-    return stage.isolate or stage.actor.owns_process or stage.tp > 1
+    return stage.isolate or _owns_process(stage) or stage.tp > 1
 
 
 def _ride(

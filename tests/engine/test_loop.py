@@ -256,3 +256,26 @@ async def test_no_request_outlives_its_generation(ids: list[int]) -> None:
                     await anyio.sleep(0.001)
         finally:
             gc.enable()
+
+
+async def test_outputs_of_quick_steps_travel_together_and_first_and_last_ones_at_once() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(lambda: engine, gather_s=1e9)
+    await loop.setup()
+    async with loop.generate(request("a", [1], max_tokens=20)) as outputs:
+        first = await anext(outputs)
+        assert first.ids == (0,)
+        rest = [output async for output in outputs]  # the last output brings all that waited before it
+        assert [output.ids for output in rest] == [(number,) for number in range(1, 20)]
+        assert rest[-1].finish_reason == "length"
+    await loop.close()
+
+
+async def test_gathered_outputs_are_handed_over_in_time() -> None:
+    engine = CountingEngine()
+    loop = EngineLoop(lambda: engine, gather_s=0.001)
+    await loop.setup()
+    async with loop.generate(request("a", [1], max_tokens=1_000_000)) as outputs:
+        for number in range(100):  # it never ends: only time hands these over
+            assert (await anext(outputs)).ids == (number,)
+    await loop.close()

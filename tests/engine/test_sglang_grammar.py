@@ -1,0 +1,76 @@
+"""Answers of the SGLang engine that are held to a grammar, beside those of the reference engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import jsonschema
+import pytest
+import torch
+
+from omniflow.engine.grammar import Grammars
+from omniflow.engine.transformers import TransformersEngine
+from omniflow.errors import InvalidInputError
+from tests.engine.test_grammar import NO_BLANKS, asked, grammar, text_of
+from tests.engine.tiny import BYTES_END, BYTES_VOCAB, byte_llama, byte_tokenizer, ids_of, prompt, request, run
+
+if TYPE_CHECKING:
+    from omniflow.engine.sglang import SGLangEngine
+
+GPU = torch.cuda.is_available()
+
+pytestmark = [
+    pytest.mark.gpu if GPU else pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),
+    pytest.mark.timeout(300),
+]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "ok": {"type": "boolean"}},
+    "required": ["n", "ok"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    from omniflow.engine.sglang import load_engine
+
+    folder = tmp_path_factory.mktemp("llama")
+    byte_llama().save_pretrained(folder)
+    grammars = Grammars(byte_tokenizer().to_str(), BYTES_VOCAB, [BYTES_END])
+    engine = load_engine(
+        folder, grammars=grammars, device="gpu" if GPU else "cpu", dtype="float32", kv_tokens=4096, max_running=4
+    )
+    yield engine
+    engine.close()
+
+
+def test_answers_follow_their_schema_while_others_run_free(engine: SGLangEngine) -> None:
+    requests = [asked(str(number), grammar(SCHEMA), logit_bias=NO_BLANKS, temperature=1.0) for number in range(3)]
+    outputs = run(engine, [request("free", prompt(7), max_tokens=30), *requests])
+    assert outputs["free"][-1].finish_reason == "length"
+    for each in requests:
+        assert outputs[each.id][-1].finish_reason == "stop"
+        jsonschema.validate(json.loads(text_of(outputs[each.id])), SCHEMA)
+    assert engine.stats().kv_tokens_used == 0
+
+
+def test_a_greedy_answer_is_that_of_the_reference(engine: SGLangEngine) -> None:
+    reference = TransformersEngine(byte_llama(), grammars=Grammars(byte_tokenizer().to_str(), BYTES_VOCAB, [BYTES_END]))
+    each = asked("g", grammar(SCHEMA), logit_bias=NO_BLANKS)
+    assert text_of(run(engine, [each])["g"]) == text_of(run(reference, [each])["g"])
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_own_request_only(engine: SGLangEngine) -> None:
+    wide = grammar({"type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(600)}})
+    outputs = run(engine, [request("free", prompt(3)), asked("wide", wide)])
+    assert len(ids_of(outputs["free"])) == 8
+    last = outputs["wide"][-1]
+    assert last.finish_reason == "abort"
+    assert isinstance(last.error, InvalidInputError)
+    assert "too complex" in str(last.error)
