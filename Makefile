@@ -5,11 +5,12 @@ GRAPH ?= graphs/ming_omni.py
 ARGS ?=
 VENV := .venv
 PEERS := .venv-bench
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := omniflow actors graphs tests bench docs
 
-.PHONY: help run test setup check format bench bench-peers docs clean
+.PHONY: help run test test-clients setup check format bench bench-peers docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -19,7 +20,10 @@ run: $(VENV)/.installed ## install what is missing, fetch the weights, serve on 
 	@$(BIN)/omniflow run $(GRAPH) $(ARGS)
 
 test: $(VENV)/.installed-dev ## install what is missing and run the tests (ARGS="-k vocoder")
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not clients" $(ARGS)
+
+test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed ## try the server with clients of others, unmodified
+	OMNIFLOW_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS)/bin/python -m pytest -m clients tests/clients $(ARGS)
 
 setup: $(VENV)/.installed-dev ## make .venv with everything that run, test and check need
 
@@ -53,7 +57,7 @@ docs: $(VENV)/.installed-dev ## write what is generated: docs/config.md, the pic
 	$(BIN)/python docs/generate.py
 
 clean: ## remove .venv and everything that tools have written; weights stay in the user's cache
-	rm -rf $(VENV) $(PEERS) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are younger than everything that decides what is installed, so a second call of make does nothing.
@@ -64,6 +68,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/.made
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/.made
 	$(PIP) install --constraint constraints.txt --editable ".[embedded,dev]"
 	@touch $@ $(VENV)/.installed
+
+# Their own environment, because they ask for versions of each other's libraries. Without npm, its clients are left out.
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/npm/package.json
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet -r tests/clients/requirements.txt
+	@! command -v npm >/dev/null || (cp tests/clients/npm/package.json $(CLIENTS)/ && npm install --silent --prefix $(CLIENTS))
+	@touch $@
 
 # Debian without python3-venv has the module but not pip's wheel: there the system's pip brings pip into .venv.
 $(VENV)/.made:
