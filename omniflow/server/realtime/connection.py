@@ -132,7 +132,7 @@ class Connection:
             self._protocol.receive(message)
             await self._judge()
             self._flush()
-            await self._outbox.room()
+            await self._outbox.room_for_replies()
 
     async def _next(self) -> str | bytes | None:
         """The client's next message; None where it has gone. Meanwhile, what time brings."""
@@ -227,7 +227,7 @@ class Connection:
                     times.stamp(value)
                     protocol.output(task.response_id, value)
                     self._flush()
-                    await self._outbox.room()
+                    await self._outbox.room_for_responses()
         except RequestError as error:
             protocol.failed(task.response_id, error)
             return error.code
@@ -243,7 +243,7 @@ class Connection:
                     protocol.wrote(task.item_id, f" {text}" if texts else text)
                     texts.append(text)
                     self._flush()
-                    await self._outbox.room()
+                    await self._outbox.room_for_responses()
         except RequestError as error:
             protocol.not_written(task.item_id, error)
         else:

@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from omniflow.errors import OverloadedError, RequestError, UnavailableError
+from omniflow.errors import InvalidInputError, OverloadedError, RequestError, UnavailableError
 from omniflow.server.exchange import exchange_of
 from omniflow.server.keys import key_of
 from omniflow.server.realtime.connection import REFUSED, Connection
@@ -32,6 +32,12 @@ _MAX_REASON = 120
 """Bytes, by the protocol 123."""
 
 
+class ForeignOriginError(InvalidInputError):
+    """A page of a site that is not named in `server.cors_origins`."""
+
+    code = "origin_not_allowed"
+
+
 class Realtime:
     """The ASGI side of all sessions of a server."""
 
@@ -47,6 +53,7 @@ class Realtime:
         # Browsers drop a connection whose answer names none of the subprotocols that they offered.
         await socket.accept(_SUBPROTOCOL if _SUBPROTOCOL in scope.get("subprotocols", ()) else None)
         try:
+            self._require_origin(socket)
             self._require_room()
             session = first_settings(self._service, socket)
         except RequestError as error:
@@ -68,6 +75,14 @@ class Realtime:
                 self._metrics.realtime_sessions.dec()
         if farewell is not None and farewell.code == REFUSED:
             exchange_of(socket.scope).failure = "slow_reader"
+
+    def _require_origin(self, socket: WebSocket) -> None:
+        """No page of another site talks to a server that asks for no key: browsers let any page open a WebSocket."""
+        origin, host = socket.headers.get("origin"), socket.headers.get("host")
+        config = self._service.config
+        known = {"*", origin}.intersection(config.cors_origins) or origin in (f"http://{host}", f"https://{host}")
+        if origin is not None and not known and not self._service.keys.required:
+            raise ForeignOriginError(f"pages of {origin!r} may not call: server.cors_origins does not name them")
 
     def _require_room(self) -> None:
         state = self._service.runtime.state

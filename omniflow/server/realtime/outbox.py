@@ -11,7 +11,9 @@ import msgspec
 from omniflow.server.realtime.server_events import ServerEvent
 
 _ROOM_BYTES = 256 * 1024
-"""Beyond which makers wait: 4 s of 24 kHz PCM in base64, some of it always ready when the socket is."""
+"""Beyond which responses wait: 4 s of 24 kHz PCM in base64, some of it always ready when the socket is."""
+_ACKNOWLEDGED_BYTES = 1024 * 1024
+"""Beyond which the client is not read any more. More than the above: one that sends much before it reads is no knot."""
 
 
 class Outbox:
@@ -44,8 +46,7 @@ class Outbox:
         """The oldest message; its room is free."""
         message = self._messages.popleft()
         self._num_bytes -= len(message)
-        if self._num_bytes <= _ROOM_BYTES:
-            self._emptied.set()
+        self._emptied.set()
         return message
 
     async def filled(self) -> None:
@@ -53,8 +54,16 @@ class Outbox:
         await self._filled.wait()
         self._filled = anyio.Event()
 
-    async def room(self) -> None:
-        """Returns once there is room."""
-        while self._num_bytes > _ROOM_BYTES:
-            self._emptied = anyio.Event()
+    async def room_for_responses(self) -> None:
+        """Returns once there is room for more of a response."""
+        await self._below(_ROOM_BYTES)
+
+    async def room_for_replies(self) -> None:
+        """Returns once there is room for what the client's next message brings."""
+        await self._below(_ACKNOWLEDGED_BYTES)
+
+    async def _below(self, limit: int) -> None:
+        while self._num_bytes > limit:
+            if self._emptied.is_set():  # else others wait for the same event
+                self._emptied = anyio.Event()
             await self._emptied.wait()

@@ -151,8 +151,8 @@ class Protocol:
 
     @property
     def idle(self) -> bool:
-        """True while no response runs."""
-        return not self._answers
+        """True while no response runs, and nothing is being written down."""
+        return not self._answers and not self._num_writing
 
     def leave(self) -> None:
         """The server drains: what runs may end, nothing new begins."""

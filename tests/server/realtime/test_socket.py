@@ -290,6 +290,31 @@ async def test_keys_and_client_secrets(scene: Scene) -> None:
         assert client.events[0]["session"]["output_modalities"] == ["text"]
 
 
+@pytest.mark.parametrize("config", [ServerConfig(cors_origins=("https://friend.example",))])
+async def test_pages_of_other_sites(scene: Scene) -> None:
+    own = f"http://{scene.address.host}:{scene.address.port}"
+    for origin in (own, "https://friend.example"):
+        async with scene.client(origin=origin) as client:
+            assert (await client.turn())["status"] == "completed"
+    for origin in ("https://evil.example", "null"):
+        async with scene.client(origin=origin) as client:
+            assert client.events[0]["error"]["code"] == "origin_not_allowed"
+            assert (await closed_with(client))[0] == 1008
+
+
+async def test_a_client_that_sends_much_before_it_reads(scene: Scene) -> None:
+    """More than all buffers on the way hold, both ways: neither end waits for the other for ever."""
+    async with connect(scene.url(), max_queue=1) as socket:
+        client = Client(socket)
+        await client.send("session.update", session=MANUAL)
+        await client.ask("long 800")
+        for _ in range(60):
+            await client.send("input_audio_buffer.append", audio="A" * 200_000)
+            await client.send("input_audio_buffer.clear")
+        response = (await client.until("response.done"))[-1]["response"]
+        assert response["status"] == "completed"
+
+
 async def test_binary_frames_are_read_as_text(scene: Scene) -> None:
     async with scene.client() as client:
         await client.socket.send(json.dumps({"type": "input_audio_buffer.clear"}).encode())
