@@ -188,7 +188,7 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and value != 0
 
 
 def _is_object(value: Any) -> bool:
@@ -196,8 +196,8 @@ def _is_object(value: Any) -> bool:
 
 
 def _common_multiple(numbers: list[float]) -> int:
-    """Of positive numbers, all written with as many decimals as the longest has, and without the point; 0 of none."""
-    decimals = [Decimal(str(number)).normalize() for number in numbers]
+    """Of numbers, all written with as many decimals as the longest has, and without the point; 0 of none."""
+    decimals = [Decimal(str(abs(number))).normalize() for number in numbers]
     places = max((-int(decimal.as_tuple().exponent) for decimal in decimals), default=0)
     return math.lcm(*(int(decimal.scaleb(max(places, 0))) for decimal in decimals)) if decimals else 0
 

@@ -53,6 +53,7 @@ def read(text: str, **options: object) -> Read:
     assert grammar is not None
     for part in grammar.parts:
         check_grammar(part.text, part.what, part.param)
+    GRAMMARS.compile(grammar.text, grammar.param)
     matcher = GRAMMARS.matcher(grammar.text)
     data = text.encode()
     for at, byte in enumerate(data):
@@ -177,6 +178,37 @@ def test_any_name_is_written_and_read_as_it_is(name: str, text: str) -> None:
     pieces = ToolCallParser("r").push(answer)
     assert [piece.call.name for piece in pieces if piece.call and piece.call.name] == [name]
     assert json.loads("".join(piece.call.arguments for piece in pieces if piece.call)) == {"city": text}
+
+
+KEYWORDS = [
+    "type", "properties", "required", "items", "prefixItems", "enum", "const", "anyOf", "allOf", "oneOf", "$ref",
+    "$defs", "minimum", "maximum", "multipleOf", "pattern", "patternProperties", "additionalProperties", "minItems", "maxLength",
+    "format", "not", "x-guidance", "a",
+]  # fmt: skip
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(["object", "string", "integer", "#", "#/$defs/a", "date", "^a*$", "(", "\ud83d\ude00\x00"]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.recursive(
+        VALUES,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4),
+        max_leaves=12,
+    )
+)
+def test_whatever_is_given_as_a_schema_is_taken_or_refused(schema: object) -> None:
+    try:
+        read("", json_schema=json.dumps(schema))
+        read("", tools=(Tool("f", parameters=json.dumps(schema), strict=True),))
+        read("", tools=(Tool("f", parameters=json.dumps(schema)),), tool_choice="required")
+    except InvalidInputError as error:
+        assert error.param in ("response_format", "tools")
 
 
 def test_the_detokenizer_looks_for_what_the_grammar_writes() -> None:
