@@ -182,8 +182,8 @@ def test_any_name_is_written_and_read_as_it_is(name: str, text: str) -> None:
 
 KEYWORDS = [
     "type", "properties", "required", "items", "prefixItems", "enum", "const", "anyOf", "allOf", "oneOf", "$ref",
-    "$defs", "minimum", "maximum", "multipleOf", "pattern", "patternProperties", "additionalProperties", "minItems", "maxLength",
-    "format", "not", "x-guidance", "a",
+    "$defs", "minimum", "maximum", "multipleOf", "pattern", "patternProperties", "additionalProperties", "minItems",
+    "maxLength", "format", "not", "x-guidance", "a",
 ]  # fmt: skip
 VALUES = st.one_of(
     st.none(),
