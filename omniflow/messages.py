@@ -12,6 +12,10 @@ import msgspec
 from omniflow.errors import ErrorInfo
 from omniflow.media import Options
 
+MAX_OPTIONS_BYTES = 112 * 1024
+"""Of the options of a request: `Open` goes in one datagram, which has 128 KiB."""
+MAX_REQUEST_ID_CHARS = 1024
+
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Runtime -> host: a request begins; `entry` and `outputs` say which part of the graph it runs."""

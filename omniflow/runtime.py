@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
 import anyio
 import anyio.abc
+import msgspec
 
 from omniflow.admission import Admission, Place
 from omniflow.config import RuntimeConfig
@@ -41,6 +42,8 @@ from omniflow.host import Host, host_spec, hot_window_s
 from omniflow.inputs import KeptInputs
 from omniflow.media import Options
 from omniflow.messages import (
+    MAX_OPTIONS_BYTES,
+    MAX_REQUEST_ID_CHARS,
     READER_GONE,
     Beat,
     Cancel,
@@ -264,6 +267,7 @@ class Runtime:
         """
         plan = self._plan_for(entry, outputs)
         items = _entering(plan.entry, value)
+        _check_size(options, request_id)
         deadline = deadline_s or self.config.deadline_s
         waits_for = "a place"
         with anyio.move_on_after(deadline) as scope:
@@ -700,6 +704,21 @@ def _entering(edge: PlannedEdge, value: object) -> _Items:
     for item in items:
         _check_item(edge, item)
     return items
+
+
+def _check_size(options: Options | None, request_id: str | None) -> None:
+    """Raises InvalidInputError, naming the largest option, where a request could not be opened in another process."""
+    if request_id is not None and len(request_id) > MAX_REQUEST_ID_CHARS:
+        raise InvalidInputError(f"a request_id may have {MAX_REQUEST_ID_CHARS} characters", param="request_id")
+    options = options or Options()
+    size = len(msgspec.msgpack.encode(options))
+    if size > MAX_OPTIONS_BYTES:
+        sizes = {name: len(msgspec.msgpack.encode(value)) for name, value in msgspec.structs.asdict(options).items()}
+        name = max(sizes, key=sizes.__getitem__)
+        raise InvalidInputError(
+            f"the options of a request may have {MAX_OPTIONS_BYTES} bytes; these have {size}, most of them {name}",
+            param="response_format" if name == "json_schema" else name,
+        )
 
 
 def _check_item(edge: PlannedEdge, item: object) -> None:

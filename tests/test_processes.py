@@ -33,7 +33,8 @@ from omniflow.errors import (
     UnavailableError,
 )
 from omniflow.graph import Restart
-from omniflow.media import TextDelta
+from omniflow.media import Options, TextDelta, Tool
+from omniflow.messages import MAX_OPTIONS_BYTES, MAX_REQUEST_ID_CHARS
 from omniflow.runtime import Runtime
 
 from .conftest import descendants, hosts_below, left_in_shared_memory, shared_memory
@@ -208,6 +209,25 @@ async def test_an_input_that_is_wrong_inside_is_the_callers_fault() -> None:
         error = await error_of(runtime, "speech", [*many, TextDelta(object())])  # type: ignore[arg-type]
         assert (type(error), error.param) == (InvalidInputError, "speech")
         assert len((await ask(runtime, "line", Line("a b")))["text"]) == 2
+
+
+LARGE = [
+    (Options(tools=(Tool("f", "x" * 100_000), Tool("g", "x" * 20_000))), "tools"),
+    (Options(json_schema="x" * 120_000, stop=("a",)), "response_format"),
+    (Options(voice="x" * 10_000_000), "voice"),
+]
+
+
+@pytest.mark.parametrize(("options", "param"), LARGE, ids=[param for _, param in LARGE])
+async def test_options_that_cannot_travel_are_the_callers_fault(options: Options, param: str) -> None:
+    async with running(words.build(), CPU) as runtime:
+        with pytest.raises(InvalidInputError, match="the options of a request may have 114688 bytes") as refused:
+            await runtime.submit("line", Line("a b"), options=options)
+        assert refused.value.param == param and runtime.status().in_flight == 0
+        largest = Options(voice="x" * (MAX_OPTIONS_BYTES - 20))
+        assert await ask(runtime, "line", Line("a b"), options=largest, request_id="x" * MAX_REQUEST_ID_CHARS)
+        with pytest.raises(InvalidInputError, match="a request_id may have"):
+            await runtime.submit("line", Line("a b"), request_id="x" * (MAX_REQUEST_ID_CHARS + 1))
 
 
 async def test_a_result_too_large_for_the_memory_names_its_stage() -> None:
