@@ -12,9 +12,9 @@ import msgspec
 from omniflow.errors import ErrorInfo
 from omniflow.media import Options
 
-MAX_OPTIONS_BYTES = 112 * 1024
+MAX_OPTIONS_BYTES = 104 * 1024
 """Of the options of a request: `Open` goes in one datagram, which has 128 KiB."""
-MAX_REQUEST_ID_CHARS = 1024
+MAX_REQUEST_ID_CHARS = 4096
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -221,11 +221,11 @@ LARGE = [
 @pytest.mark.parametrize(("options", "param"), LARGE, ids=[param for _, param in LARGE])
 async def test_options_that_cannot_travel_are_the_callers_fault(options: Options, param: str) -> None:
     async with running(words.build(), CPU) as runtime:
-        with pytest.raises(InvalidInputError, match="the options of a request may have 114688 bytes") as refused:
+        with pytest.raises(InvalidInputError, match="the options of a request may have 106496 bytes") as refused:
             await runtime.submit("line", Line("a b"), options=options)
         assert refused.value.param == param and runtime.status().in_flight == 0
         largest = Options(voice="x" * (MAX_OPTIONS_BYTES - 20))
-        assert await ask(runtime, "line", Line("a b"), options=largest, request_id="x" * MAX_REQUEST_ID_CHARS)
+        assert await ask(runtime, "line", Line("a b"), options=largest, request_id="👍" * MAX_REQUEST_ID_CHARS)
         with pytest.raises(InvalidInputError, match="a request_id may have"):
             await runtime.submit("line", Line("a b"), request_id="x" * (MAX_REQUEST_ID_CHARS + 1))
 
