@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -200,9 +201,13 @@ def _gpus() -> Iterator[Finding]:
 
 def _sharing(gpus: Sequence[str]) -> Iterator[Finding]:
     """Whether processes can hand each other GPU memory: on one GPU, and from the first to each of the others."""
-    for number, gpu in enumerate(gpus):
+    lacking = unshared()
+    tried: list[str | None] = [lacking] * len(gpus)
+    if not lacking:
+        with ThreadPoolExecutor(max_workers=4) as threads:  # each takes 8 s, most of it on a core of its own
+            tried = list(threads.map(try_sharing, [gpus[0]] * len(gpus), gpus))
+    for number, problem in enumerate(tried):
         topic = "CUDA IPC" if number == 0 else f"GPU 0 to {number}"
-        problem = unshared() or try_sharing(gpus[0], gpu)
         if problem:
             yield Finding(topic, problem, "note", "tensors between processes go through the host's memory")
         elif number == 0:

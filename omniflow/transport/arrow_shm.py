@@ -170,7 +170,7 @@ class ArrowShmLink(Link):
         if self._stuck_bytes < _STUCK_BYTES:
             item = self._item(edge, request, seq, encoded, None)
             if item is not None:
-                self._write(_encoder.encode(item))
+                self._send_made(item, encoded)
                 return None
         return self._send_later(edge, request, seq, encoded)
 
@@ -211,10 +211,16 @@ class ArrowShmLink(Link):
                 for block in taken:
                     self._give_back((block.slab, block.slot, block.generation))
         if item is not None:
-            self._write(_encoder.encode(item))
+            self._send_made(item, encoded)
+
+    def _send_made(self, item: Item, encoded: Encoded) -> None:
+        """The message first, then the device's work: the lane orders them, and the peer wakes up meanwhile."""
+        self._write(_encoder.encode(item))
+        if item.device is not None and self._lane is not None:
+            self._lane.put(item.device, encoded.device)
 
     def _item(self, edge: int, request: int, seq: int, encoded: Encoded, taken: Sequence[Block] | None) -> Item | None:
-        """The message for a value, its buffers in place; None where all memory that it needs is in use.
+        """The message for a value, its buffers on the host in place; None where all memory that it needs is in use.
 
         `taken` are the blocks that were waited for, if any was.
         """
@@ -236,9 +242,8 @@ class ArrowShmLink(Link):
         for loan in lent:
             self._memory.pool.hold(loan)
             self._lend(loan)
-        if device is not None and self._lane is not None:
+        if device is not None:
             self._lent[LANE_SLAB, device.slot, device.generation] = 1
-            self._lane.put(device, encoded.device)
         return item
 
     def _blocks(self, encoded: Encoded) -> list[Block] | None:

@@ -115,14 +115,14 @@ class Encoder:
         return taken
 
     def _place(self, value: Any) -> tuple[int, str, tuple[int, ...], int, int]:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return self._place_tensor(value, torch.uint8)
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject or value.dtype.names:
                 raise ProtocolError(f"an array of dtype {value.dtype} cannot travel; use numbers")
             flat = (value if value.flags.c_contiguous else np.ascontiguousarray(value)).reshape(-1).view(np.uint8)
             return _NUMPY, value.dtype.str, value.shape, *self._add(flat)
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(value, torch.Tensor):
-            return self._place_tensor(value, torch.uint8)
         arrow = sys.modules.get("pyarrow")
         if arrow is not None and isinstance(value, arrow.RecordBatch):
             sink = arrow.BufferOutputStream()
@@ -133,7 +133,8 @@ class Encoder:
         raise ProtocolError(f"a value of type {type(value).__name__} cannot travel between processes")
 
     def _place_tensor(self, value: torch.Tensor, byte: torch.dtype) -> tuple[int, str, tuple[int, ...], int, int]:
-        kind, shape, place = _dtype_name(value.dtype), tuple(value.shape), value.device.type
+        kind, shape = _dtype_name(value.dtype), tuple(value.shape)
+        place = "cuda" if value.is_cuda else value.device.type
         num_bytes = value.nbytes
         if place != self._device_type or not num_bytes:
             flat = _whole(value.detach().cpu()).reshape(-1).view(byte).numpy()
@@ -232,6 +233,8 @@ def _tensor(region: Region, dtype: str, shape: list[int]) -> torch.Tensor:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """It as it lies in memory: in one piece, nothing left to be done when it is read."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 

@@ -79,7 +79,9 @@ class Lane(ABC):
 
     @abstractmethod
     def put(self, block: Block, parts: Sequence[Part]) -> None:
-        """Send what `block` was taken for, after all that the default stream was given so far."""
+        """Send what `block` was taken for, after all that the default stream was given so far. The message that names
+        `block` is on its way already.
+        """
 
     @abstractmethod
     def fetch(self, block: Block) -> Fetched:

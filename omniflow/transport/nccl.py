@@ -153,6 +153,8 @@ class _Way:
         self._backend = backend
         self._rank = rank
         self._group: Any = None
+        # Torch holds its part of a store, not ours, and asks it again when the first tensor is sent.
+        self._store: Any = None
         self._stream: Any = None
 
     def open(self) -> None:
@@ -160,7 +162,8 @@ class _Way:
         import torch
 
         device = "cuda" if self._backend == "nccl" else "cpu"
-        self._group = _make_group(self._backend, self._rank, _store_of(self.notes))
+        self._store = _store_of(self.notes)
+        self._group = _make_group(self._backend, self._rank, self._store)
         self._stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         if self._rank == _SENDER:

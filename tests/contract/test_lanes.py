@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import anyio
@@ -11,6 +12,7 @@ import pytest
 
 from omniflow.errors import DeviceError
 from omniflow.messages import LaneAnswer
+from omniflow.transport import nccl
 from omniflow.transport.cuda_ipc import FREED, Arena, CudaIpcLane, DevicePool, reached
 from omniflow.transport.nccl import NcclLane
 
@@ -296,6 +298,23 @@ async def test_the_next_communicator_works_after_a_death() -> None:
             ends.b.close()
             await ends.at_a.closed.wait()
             assert ends.lane_a.pool.blocks_in_use == 0
+
+
+async def test_torch_finds_our_store_whenever_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's groups ask again when the first tensor is sent; torch itself does not keep the Python part alive."""
+    stores: list[Any] = []
+    make = nccl._make_group
+
+    def keep(backend: Any, rank: int, store: Any) -> Any:
+        stores.append(torch.distributed.PrefixStore("later", store))
+        return make(backend, rank, store)
+
+    monkeypatch.setattr(nccl, "_make_group", keep)
+    async with Ends.opened("nccl"):
+        gc.collect()
+        for store in stores:
+            store.set("key", "value")
+            assert store.get("key") == b"value"
 
 
 async def test_a_receive_that_fails_fails_its_request_and_closes_the_lane() -> None:

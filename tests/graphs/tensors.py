@@ -69,10 +69,12 @@ def fold(batch: Batch) -> Folded:
     free, taken = (torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()) if on_gpu else (0, 0)
     tensors = (batch.numbers, batch.halves, batch.on_host)
     sums = [float(each.double().sum()) for each in tensors]
+    if on_gpu:
+        torch.cuda.empty_cache()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return Folded(
         (sums[0], sums[1], sums[2]),
-        (tensors[0].device.type, tensors[1].device.type, tensors[2].device.type),
+        (batch.numbers.device.type, batch.halves.device.type, batch.on_host.device.type),
         (batch.pid, os.getpid()),
         visible,
         free,
