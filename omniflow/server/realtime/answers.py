@@ -125,7 +125,7 @@ class Answer:
 
     def _opened_call(self, first: ToolCallDelta) -> Entry:
         if not first.name:
-            raise ProtocolError(f"the first piece of call {first.index} has no name", stage="calls")
+            raise ProtocolError(f"the first piece of call {first.index} has no name")
         for entry in self._calls.values():  # the one before is whole now
             self._close_call(entry, whole=True)
         call_id = first.id or new_id("call")

@@ -47,7 +47,7 @@ async def create_client_secret(service: Service, call: Call) -> None:
     service.require_model(session.model)
     if session.type == "transcription":
         service.require_entry("transcription", "speech to transcribe")
-    elif session.tools and "calls" not in service.runtime.plan.outputs_of("chat"):
+    elif session.tools and "tool_calls" not in service.runtime.plan.outputs_of("chat"):
         raise UnsupportedError("session.tools: this graph gives no calls of tools", param="session.tools")
     seconds = request.expires_after.seconds if request.expires_after is not None else None
     secret = service.keys.issue(seconds or _DEFAULT_S, msgspec.json.encode(asked))

@@ -211,7 +211,7 @@ class Protocol:
         if new.speaks and not self.session.speaks:
             self._require("audio", "session.output_modalities")
         if new.tools and not self.session.tools:
-            self._require("calls", "session.tools")
+            self._require("tool_calls", "session.tools")
         self.session = new
         self._hearing.configure(new)
         self._schedule_idle()
@@ -219,7 +219,7 @@ class Protocol:
 
     def _require(self, output: str, param: str) -> None:
         if output not in self._abilities.outputs:
-            what = {"audio": "speech", "calls": "calls of tools"}[output]
+            what = {"audio": "speech", "tool_calls": "calls of tools"}[output]
             raise UnsupportedError(f"{param}: this graph gives no {what}", param=param)
 
     def _view(self) -> dict[str, Any]:
@@ -351,14 +351,14 @@ class Protocol:
             self._require("audio", "response.output_modalities")
         tools = session.tools if params.tools is None else params.tools
         if tools:
-            self._require("calls", "response.tools")
+            self._require("tool_calls", "response.tools")
         chat = chat_of(_first(params.instructions, session.instructions), self._context(params))
         manner = self._manner(params, aloud=aloud)
         answer = Answer(manner, None if params.conversation == "none" else self._conversation, self._events.append)
         self._answers[answer.id] = answer
         self._waiting = False
         self.due_s = None
-        wanted = {"text", "usage"} | ({"audio"} if aloud else set()) | ({"calls"} if tools else set())
+        wanted = {"text", "usage"} | ({"audio"} if aloud else set()) | ({"tool_calls"} if tools else set())
         outputs = frozenset(wanted & self._abilities.outputs)
         options = self._options(params, manner, tools)
         self._work.append(Respond(answer.id, chat, outputs, options, speech_ended))

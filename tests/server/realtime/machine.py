@@ -14,7 +14,7 @@ from omniflow.server.realtime.protocol import Abilities, Bounds, Protocol, Respo
 from omniflow.server.realtime.settings import Session, updated
 from omniflow.server.realtime.turns import FRAME_SAMPLES
 
-EVERYTHING = Abilities(frozenset({"tiny"}), frozenset({"text", "audio", "usage", "calls"}), transcribes=True)
+EVERYTHING = Abilities(frozenset({"tiny"}), frozenset({"text", "audio", "usage", "tool_calls"}), transcribes=True)
 BOUNDS = Bounds(items=50, buffer_s=2.0)
 MANUAL = {"audio": {"input": {"turn_detection": None}}}
 _OF_ITEM = ("response.output_text.", "response.output_audio", "response.function_call_arguments.", "response.content_p")

@@ -33,7 +33,7 @@ class Answerer(Actor):
     that it was given. "long N": N words of 0.1 s. Sound: tells how long it is.
     """
 
-    async def run(self, chat: Chat, text: Emit[TextDelta], calls: Emit[ToolCallDelta], ctx: Context) -> Generated:
+    async def run(self, chat: Chat, text: Emit[TextDelta], tool_calls: Emit[ToolCallDelta], ctx: Context) -> Generated:
         part = chat.messages[-1].parts[-1]
         said = part.text if isinstance(part, TextPart) else "nothing"
         if isinstance(part, AudioPart):
@@ -45,8 +45,8 @@ class Answerer(Actor):
             if word == "fail":
                 raise UnavailableError("it fails when told so", stage="answer")
             if word == "call" and ctx.options.tools:
-                await calls.send(ToolCallDelta(0, "", "call_1", ctx.options.tools[0].name))
-                await calls.send(ToolCallDelta(0, '{"city": "Oslo"}'))
+                await tool_calls.send(ToolCallDelta(0, "", "call_1", ctx.options.tools[0].name))
+                await tool_calls.send(ToolCallDelta(0, '{"city": "Oslo"}'))
                 break
             await text.send(TextDelta(word + " "))
             if word == "wait":
@@ -79,7 +79,9 @@ def answering_plan() -> Plan:
     answer, speak, write = graph.stage("answer", Answerer), graph.stage("speak", Speaker), graph.stage("write", Writer)
     graph.stream(answer["text"], speak)
     graph.input(chat=answer, transcription=write)
-    graph.output(text=answer["text"], calls=answer["calls"], usage=answer["result"], audio=speak, transcript=write)
+    graph.output(
+        text=answer["text"], tool_calls=answer["tool_calls"], usage=answer["result"], audio=speak, transcript=write
+    )
     return plan(graph.spec(), Cluster("test", cpu_cores=2, memory_bytes=2**30, single_process=True))
 
 

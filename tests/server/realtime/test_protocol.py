@@ -173,7 +173,7 @@ def test_a_conversation_becomes_a_chat() -> None:
     assert task.chat.messages[4].tool_call_id == "c1"
     (part,) = task.chat.messages[5].parts
     assert isinstance(part, AudioPart) and len(part.data) == 44 + 2 * 16000
-    assert task.options.tools[0].name == "weather" and task.outputs == {"text", "usage", "calls"}
+    assert task.options.tools[0].name == "weather" and task.outputs == {"text", "usage", "tool_calls"}
 
 
 def test_what_was_said_before_the_last_answer_is_words_where_they_are_known() -> None:

@@ -36,6 +36,14 @@ async def closed_with(client: Client) -> tuple[int | None, str]:
     return client.socket.close_code, client.socket.close_reason or ""
 
 
+def small_socket(scene: Scene) -> plain_socket.socket:
+    """The kernel holds little of what is sent to it."""
+    small = plain_socket.socket()
+    small.setsockopt(plain_socket.SOL_SOCKET, plain_socket.SO_RCVBUF, 4096)
+    small.connect((scene.address.host, scene.address.port))
+    return small
+
+
 async def test_a_spoken_turn(scene: Scene) -> None:
     async with scene.client() as client:
         response = await client.turn("one two three")
@@ -215,11 +223,8 @@ async def test_a_drain_is_bounded(scene: Scene) -> None:
 @pytest.mark.parametrize("config", [ServerConfig(send_s=0.5)])
 async def test_a_client_that_does_not_read_is_cut_off_and_harms_nobody(scene: Scene) -> None:
     """Its answer is 60 s of sound: more than all buffers on the way hold."""
-    stuck = plain_socket.socket()
-    stuck.setsockopt(plain_socket.SOL_SOCKET, plain_socket.SO_RCVBUF, 4096)
-    stuck.connect((scene.address.host, scene.address.port))
     async with (
-        connect(scene.url(), sock=stuck, max_queue=1, ping_interval=None, close_timeout=0.1) as socket,
+        connect(scene.url(), sock=small_socket(scene), max_queue=1, ping_interval=None, close_timeout=0.1) as socket,
         scene.client() as other,
     ):
         item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "long 600"}]}
@@ -304,11 +309,11 @@ async def test_pages_of_other_sites(scene: Scene) -> None:
 
 async def test_a_client_that_sends_much_before_it_reads(scene: Scene) -> None:
     """More than all buffers on the way hold, both ways: neither end waits for the other for ever."""
-    async with connect(scene.url(), max_queue=1) as socket:
+    async with connect(scene.url(), sock=small_socket(scene), max_queue=1) as socket:
         client = Client(socket)
         await client.send("session.update", session=MANUAL)
-        await client.ask("long 800")
-        for _ in range(60):
+        await client.ask("long 1800")
+        for _ in range(100):
             await client.send("input_audio_buffer.append", audio="A" * 200_000)
             await client.send("input_audio_buffer.clear")
         response = (await client.until("response.done"))[-1]["response"]
