@@ -60,7 +60,7 @@ class WhisperTranscriber(Actor):
     async def run(self, audio: list[Waveforms]) -> list[AudioFeatures]:
         """One text a clip, "" where nothing was understood. Raises InvalidInputError where there is too much audio."""
         heard_s = [self._checked_seconds(request) for request in audio]
-        digests = [[await self.offload(_digest, clip) for clip in request.samples] for request in audio]
+        digests = [[_digest(clip) for clip in request.samples] for request in audio]  # 0.1 ms for a second of sound
         clips = {
             digest: clip
             for request, known_as in zip(audio, digests, strict=True)

@@ -69,7 +69,7 @@ async def create_speech(service: Service, call: Call) -> None:
     request = call.read(SpeechRequest)
     service.require_model(request.model)
     format = SPEECH_FORMATS[request.response_format or "mp3"]
-    is_streamed = _is_streamed(request, call, format)
+    is_streamed = request.stream_format == "sse" or _is_streamed(request, call, format)
     writer = AudioWriter(format, open_ended=is_streamed)
     async with await speak(service, request, deadline_s=call.deadline_s, request_id=call.request_id) as reply:
         audio = stream_audio(reply, writer, call.times)

@@ -145,6 +145,13 @@ async def test_server_sent_events(client: httpx.AsyncClient, format: str) -> Non
     }
 
 
+async def test_events_of_an_mp3_are_a_stream_whatever_stream_says(client: httpx.AsyncClient) -> None:
+    response = await say(client, response_format="mp3", stream_format="sse", stream=False)
+    *pieces, done = events(response)
+    assert done["type"] == "speech.audio.done"
+    assert b"Xing" not in b"".join(base64.b64decode(piece["audio"]) for piece in pieces)
+
+
 async def test_failed_events_end_with_an_error_and_without_done(
     client: httpx.AsyncClient, runtime: ScriptedRuntime
 ) -> None:
