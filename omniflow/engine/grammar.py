@@ -33,7 +33,9 @@ LIMITS = LLParserLimits(
 """Of one grammar, in llguidance's units: 0.3 s to compile and 20 ms a token at most; a usual schema takes 1 ms and
 0.02 ms."""
 MAX_READY = 32
-"""Compiled grammars that are kept: one of usual size takes some 10 KB, the largest that `LIMITS` lets through 10 MB."""
+"""Compiled grammars that are kept: one of usual size takes 40 KB."""
+MAX_READY_CHARS = 1 << 18
+"""Of their texts: a large one of 50,000 characters takes 14 MB."""
 MAX_REASON = 300
 """Characters of a reason: llguidance may repeat a whole pattern."""
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
@@ -91,7 +93,7 @@ class Grammars:
         compiled = _Compiled(matcher, param)
         with self._lock:
             self._ready[text] = compiled
-            if len(self._ready) > MAX_READY:
+            while len(self._ready) > MAX_READY or sum(map(len, self._ready)) > MAX_READY_CHARS:
                 self._ready.popitem(last=False)
         return compiled
 

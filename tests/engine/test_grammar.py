@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from omniflow.engine.base import EngineOutput, EngineRequest
-from omniflow.engine.grammar import MAX_READY, Grammars, check_grammar
+from omniflow.engine.grammar import MAX_READY, MAX_READY_CHARS, Grammars, check_grammar
 from omniflow.engine.linear import pack_linears
 from omniflow.engine.transformers import TransformersEngine
 from omniflow.errors import InvalidInputError, StartError, UnsupportedError
@@ -133,6 +133,19 @@ def test_so_many_grammars_stay_ready_and_no_more() -> None:
         grammars.compile(texts[0])  # is used all the time, so it stays
     assert [text in grammars for text in texts] == [True, *[False] * 3, *[True] * (MAX_READY - 1)]
     assert grammars.matcher(texts[1]).allowed(END).nonzero().flatten().tolist() == [ord("1")]
+
+
+def test_large_grammars_make_room_for_each_other() -> None:
+    grammars = Grammars(TOKENIZER.to_str(), BYTES_VOCAB, [BYTES_END])
+    size = MAX_READY_CHARS // 3
+    texts = [f"%llguidance {{}}\nstart: {letter!r}\n# {'x' * size}\n".replace("'", '"') for letter in "abc"]
+    for text in texts:
+        grammars.compile(text)
+    assert [text in grammars for text in texts] == [False, True, True]
+    alone = f'%llguidance {{}}\nstart: "a"\n# {"x" * MAX_READY_CHARS}\n'
+    grammars.compile(alone)
+    assert alone not in grammars
+    assert grammars.matcher(alone).allowed(END).nonzero().flatten().tolist() == [ord("a")]
 
 
 def test_threads_may_compile_the_same_grammar(grammars: Grammars) -> None:
