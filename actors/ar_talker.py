@@ -59,8 +59,6 @@ class Script(ABC):
     """How the others are."""
     num_codes: int
     """Codes of a step."""
-    held_steps: int
-    """Steps that are kept back until the next are there: the most that a prompt drops at its end."""
 
     @abstractmethod
     def prompts(self, text: str) -> list[Prompt]:
@@ -206,7 +204,7 @@ class _Speech:
 
 
 class _Utterance:
-    """The codes of one utterance on their way to frames. Some are kept back until it is known that more follow."""
+    """The codes of one utterance on their way to frames. Some are kept back, since they are dropped if it ends."""
 
     def __init__(self, script: Script, line: _Line, outputs: AsyncIterator[EngineOutput], speech: _Speech) -> None:
         self.outputs = outputs
@@ -214,11 +212,14 @@ class _Utterance:
         self._size = next(speech.sizes)
         self._held: list[np.ndarray] = []
         self._num_frames = 0
+        self._last = script.frames(np.zeros((0, script.num_codes), np.int64))
 
     def add(self, output: EngineOutput) -> Latents | None:
         """Take the codes of a step; frames where enough for a message have come."""
         self._held += [] if output.frames is None else list(output.frames.cpu().numpy())
-        if len(self._held) < self._size + self._script.held_steps:
+        # Not at first, which would cost the time of these steps: hardly an utterance ends there.
+        kept_back = self._line.prompt.dropped_steps if self._num_frames else 0
+        if len(self._held) < self._size + kept_back:
             return None
         ready, self._held = self._held[: self._size], self._held[self._size :]
         self._size = next(self._speech.sizes)
@@ -226,15 +227,14 @@ class _Utterance:
 
     def rest(self) -> Latents:
         """The last frames, of which there may be none, and a pause."""
-        frames = self._stretched(self._held[: len(self._held) - self._line.prompt.dropped_steps])
-        pause = round(self._line.prompt.pause_frames / self._speech.speed)
-        frames = np.concatenate([frames, frames[-1:].repeat(pause, axis=0)])
-        return Latents(frames, self._line.segment, self._line.is_last)
+        frames = self._stretched(self._held[: max(0, len(self._held) - self._line.prompt.dropped_steps)])
+        pause = self._last.repeat(round(self._line.prompt.pause_frames / self._speech.speed), axis=0)
+        return Latents(np.concatenate([frames, pause]), self._line.segment, self._line.is_last)
 
     def _stretched(self, steps: list[np.ndarray]) -> np.ndarray:
-        codes = np.array(steps, np.int64).reshape(len(steps), self._script.num_codes)
-        frames = self._script.frames(codes)
+        frames = self._script.frames(np.array(steps, np.int64).reshape(len(steps), self._script.num_codes))
         start, self._num_frames = self._num_frames, self._num_frames + len(frames)
+        self._last = frames[-1:] if len(frames) else self._last
         return stretched(frames, start, self._speech.speed)
 
 

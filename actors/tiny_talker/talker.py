@@ -54,8 +54,6 @@ class TinyTalker(ArTalker):
 class TinyTalkerScript(Script):
     """What the tiny talker says of itself in its config.json, and how it is spoken to."""
 
-    held_steps = DROPPED_STEPS
-
     def __init__(self, folder: Path) -> None:
         # Imported here: torch and the dictionary take 3 s, which only the process that speaks should spend.
         from actors.piper.g2p import EnglishPhonemes
