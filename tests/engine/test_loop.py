@@ -146,6 +146,27 @@ async def test_a_refusal_concerns_one_request() -> None:
             assert len([output async for output in outputs]) == 2
 
 
+async def test_an_error_in_the_middle_concerns_one_request_and_comes_after_its_outputs() -> None:
+    class Refusing(CountingEngine):
+        def step(self) -> list[EngineOutput]:
+            outputs = super().step()
+            if self.running.get("a") == 3:
+                del self.running["a"]
+                outputs.append(EngineOutput("a", (), "abort", error=InvalidInputError("too complex", param="tools")))
+            return outputs
+
+    engine, got = Refusing(), list[int]()
+    async with running(lambda: engine) as loop:
+        with pytest.raises(InvalidInputError, match="too complex") as raised:
+            async with loop.generate(request("a", [1], max_tokens=10**9)) as outputs:
+                async for output in outputs:
+                    got += output.ids
+        assert (got, raised.value.param) == ([0, 1, 2], "tools")
+        async with loop.generate(request("b", [1], max_tokens=2)) as outputs:
+            assert len([output async for output in outputs]) == 2
+    assert engine.told == ["start a", "start b", "close"]
+
+
 async def test_feed_reaches_the_engine_and_its_refusal_the_reader() -> None:
     open_request = EngineRequest(id="a", ids=[1, 2], sampling=Sampling(max_tokens=3), open=True)
     async with running(lambda: TransformersEngine(tiny_llama())) as loop:
