@@ -285,7 +285,6 @@ class CudaIpcLane(Lane):
     def died(self, keys: Sequence[Key]) -> None:
         if self._theirs is not None:
             for _slab, slot, generation in keys:
-                self._awaited.pop(slot, None)
                 self._theirs.write(slot, FREED, generation)
 
     def reclaim(self, keys: Sequence[Key]) -> None:
@@ -304,9 +303,10 @@ class CudaIpcLane(Lane):
             self._offer = None
         self._offered.set()
         if self._theirs is not None:
-            # What our stream waits for a dead producer would write: it must not wait for ever.
+            # What our stream waits for, even for tensors that nobody has any more, a dead producer does not write.
             for slot, generation in self._awaited.items():
-                self._theirs.words[slot, FILLED] = generation
+                if not reached(self._theirs.words[slot, FILLED], generation):
+                    self._theirs.words[slot, FILLED] = generation
             self._theirs = None
 
 

@@ -171,12 +171,17 @@ async def test_a_reader_waits_for_what_is_not_there_yet_and_not_for_what_is() ->
         assert len(theirs(ends).waits) == 1 and theirs(ends).waits_for_ever()
 
 
-async def test_no_stream_waits_for_a_sender_that_has_died() -> None:
-    async with Ends.opened("cuda_ipc") as ends:
+@pytest.mark.parametrize("kind", ["cuda_ipc", "cuda_ipc of another GPU"])
+async def test_no_stream_waits_for_a_sender_that_has_died(kind: str) -> None:
+    """Neither for a tensor that is still there, nor for one that is not."""
+    async with Ends.opened(kind) as ends:
         ours(ends).held = []
         got = await ends.there(torch.zeros(10), torch.Tensor)
+        gone = await ends.there(torch.zeros(10), torch.Tensor)
+        del gone
+        await anyio.sleep(0.01)
         memory = theirs(ends)
-        assert memory.waits_for_ever()
+        assert len(memory.waits) == 2 and memory.waits_for_ever()
         ends.a.close()
         await ends.at_b.closed.wait()
         assert not memory.waits_for_ever()
