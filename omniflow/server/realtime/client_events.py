@@ -57,14 +57,14 @@ class InputImage(Struct, frozen=True, tag="input_image", tag_field="type"):
     detail: str | None = None
 
 
-ContentIn = Text | PlainText | OutputText | InputAudio | OutputAudio | InputImage
+MessagePart = Text | PlainText | OutputText | InputAudio | OutputAudio | InputImage
 
 
 class MessageIn(Struct, frozen=True, tag="message", tag_field="type"):
     """A turn of a conversation."""
 
     role: Literal["system", "user", "assistant"]
-    content: tuple[ContentIn, ...]
+    content: tuple[MessagePart, ...]
     id: ItemId | None = None
 
 

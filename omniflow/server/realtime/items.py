@@ -14,13 +14,13 @@ from omniflow.errors import InvalidInputError
 from omniflow.media import AudioPart, Chat, ChatMessage, ImagePart, Part, TextPart, ToolCall
 from omniflow.server.realtime.audio import SAMPLES_PER_MS, AudioFormat, Pcm16, decode_clip, wav
 from omniflow.server.realtime.client_events import (
-    ContentIn,
     FunctionCallIn,
     FunctionOutputIn,
     InputAudio,
     InputImage,
     ItemIn,
     MessageIn,
+    MessagePart,
     OutputAudio,
     Text,
 )
@@ -164,7 +164,7 @@ def entry_of(item: ItemIn, format: AudioFormat, where: str = "item") -> Entry:
     return entry
 
 
-def _piece(part: ContentIn, role: Role, format: AudioFormat, where: str) -> Piece:
+def _piece(part: MessagePart, role: Role, format: AudioFormat, where: str) -> Piece:
     """A part of a message. Its type is made to fit its role: clients that check types drop what does not."""
     match part:
         case Text(text=text):
