@@ -308,6 +308,22 @@ async def test_parameters_that_are_no_json_are_refused(merge: Merge, parameters:
     assert (await merge.run(Prompt((broken,)), None, None, context())).ids
 
 
+async def test_what_trainers_mark_is_text(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% if loop.last %}{% break %}{% endif %};{% endfor %}"
+    )
+    merge = Merge(model=str(checkpoint(tmp_path, template)))
+    await merge.setup()
+    assert bytes((await merge.run(turns(("user", "hi"), ("assistant", "yo")), None, None, context())).ids) == b"hi;yo"
+
+
+async def test_a_template_that_is_broken_is_named(tmp_path: Path) -> None:
+    broken = checkpoint(tmp_path, "{% for m in messages %}\n{% nonsense %}")
+    with pytest.raises(WeightsError, match=r"chat_template\.jinja, line 2: Encountered unknown tag 'nonsense'"):
+        await Merge(model=str(broken)).setup()
+
+
 async def test_template_is_confined(tmp_path: Path) -> None:
     template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     merge = Merge(model=str(checkpoint(tmp_path, template)))
