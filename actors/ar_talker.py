@@ -11,9 +11,9 @@ import math
 import secrets
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import anyio
 import msgspec
@@ -37,6 +37,9 @@ FIRST_STEPS = 7
 """Steps in the first message of a request: 28 frames of a model that makes 4 a step, of which a vocoder makes sound."""
 MOST_STEPS = 16
 """Steps in the later ones, by doubling."""
+
+
+EngineName = Literal["reference", "sglang"]
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -81,6 +84,7 @@ class ArTalker(TalkerRole, ABC):
     Each segment gives one or more `Latents`, the last of them marked; one without a word gives none. With
     `Options.seed` the same segments give the same frames, alone and beside others. `Options.speed` repeats frames or
     leaves some out. `max_running` utterances step together, `max_waiting` wait for it, then OverloadedError (429).
+    `engine` "sglang" steps under CUDA graphs, in a process of its own.
 
     Once a request is heard, its next utterance begins beside the one that is being said, where there is room.
     """
@@ -88,11 +92,19 @@ class ArTalker(TalkerRole, ABC):
     heavy = True
 
     def __init__(
-        self, *, model: str, device: str = "cpu", threads: int = 1, max_running: int = 8, max_waiting: int = 64
+        self,
+        *,
+        model: str,
+        device: str = "cpu",
+        threads: int = 1,
+        max_running: int = 8,
+        max_waiting: int = 64,
+        engine: EngineName = "reference",
     ) -> None:
         self._weights = resolve(model, PACKAGED)
         self._device = device
         self._threads = threads
+        self._engine = engine
         self._limits = {"max_running": max_running, "max_waiting": max_waiting}
         self._script: Script
         self._loop = EngineLoop(self._build)
@@ -100,6 +112,10 @@ class ArTalker(TalkerRole, ABC):
     @abstractmethod
     def load_script(self, folder: Path) -> Script:
         """What the model in `folder` adds; called once, in a thread of its own."""
+
+    @classmethod
+    def wants_process(cls, settings: Mapping[str, Any]) -> bool:
+        return settings.get("engine") == "sglang"
 
     def weights(self) -> Sequence[Weights]:
         return (self._weights,)
@@ -159,12 +175,17 @@ class ArTalker(TalkerRole, ABC):
 
     def _build(self) -> Engine:
         # Imports torch, so not at the top: a graph is checked and explained without it.
+        model = self._script.load_model()
+        if self._engine == "sglang":
+            from omniflow.engine.sglang_frames import load_frame_engine
+
+            return load_frame_engine(model, device=self._device, threads=self._threads, **self._limits)
         import torch
 
         from omniflow.engine.frames import FrameEngine
 
         torch.set_num_threads(self._threads)
-        return FrameEngine(self._script.load_model().to(self._device), **self._limits)
+        return FrameEngine(model.to(self._device.replace("gpu", "cuda")), **self._limits)
 
 
 class _Line(NamedTuple):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.ar_talker import ArTalker, Prompt, Script
+from actors.ar_talker import ArTalker, EngineName, Prompt, Script
 from actors.piper.talker import LONGEST_TEXT, SENTENCE_PAUSE, pieces_of
 from actors.piper.voice import PAUSES, SENTENCE_ENDS
 from actors.tiny_talker import TINY_TALKER
@@ -30,7 +30,7 @@ DROPPED_STEPS = 2
 class TinyTalker(ArTalker):
     """Speaks US English in one voice; see `ArTalker`. Its frames are for `actors.piper.vocoder.PiperVocoder`."""
 
-    preload = ("actors.tiny_talker.model", "actors.piper.g2p", "gruut", "gruut_lang_en", "normt2s")
+    preload = ("torch", "actors.tiny_talker.model", "actors.piper.g2p", "gruut", "gruut_lang_en", "normt2s")
 
     def __init__(
         self,
@@ -40,8 +40,16 @@ class TinyTalker(ArTalker):
         threads: int = 1,
         max_running: int = 8,
         max_waiting: int = 64,
+        engine: EngineName = "reference",
     ) -> None:
-        super().__init__(model=model, device=device, threads=threads, max_running=max_running, max_waiting=max_waiting)
+        super().__init__(
+            model=model,
+            device=device,
+            threads=threads,
+            max_running=max_running,
+            max_waiting=max_waiting,
+            engine=engine,
+        )
 
     def voices(self) -> Sequence[NamedVoice]:
         """The one that it was made from."""
