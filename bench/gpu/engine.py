@@ -27,7 +27,9 @@ from typing import Any
 
 import torch
 
+from actors.thinker import GATHER_S
 from omniflow.engine.base import EngineRequest, Sampling
+from omniflow.engine.loop import EngineLoop
 
 LLAMAS = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
@@ -141,20 +143,19 @@ def with_sglangs_streamer(scheduler: Any) -> Any:
 
 
 def compare(engine: Any, batches: list[int], tokens: int, rounds: int) -> dict[str, Any]:
-    from omniflow.engine.loop import EngineLoop
-
     scheduler = engine._scheduler
     ours = scheduler.output_streamer
     theirs = with_sglangs_streamer(scheduler)
     stream = torch.cuda.current_stream()
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"ttft_alone": first_tokens(engine, ours, theirs, stream, 4 * rounds)}
+    print("ttft", json.dumps(results["ttft_alone"]), flush=True)
     for batch in batches:
         rows: dict[str, list[dict[str, float]]] = {"bare": [], "actor": []}
         for number in range(rounds + 1):
             ours.stream_output = theirs.stream_output
             bare = bare_round(scheduler, prompts(batch, 2 * number), tokens)
             del ours.stream_output
-            actor = asyncio.run(in_loop(engine, EngineLoop, stream, prompts(batch, 2 * number + 1), tokens))
+            actor = asyncio.run(in_loop(engine, stream, prompts(batch, 2 * number + 1), tokens))
             if number:  # the first of each is warm-up
                 rows["bare"].append(bare)
                 rows["actor"].append(actor)
@@ -166,8 +167,20 @@ def compare(engine: Any, batches: list[int], tokens: int, rounds: int) -> dict[s
     return results
 
 
-async def in_loop(engine: Any, kind: Any, stream: Any, asked: list[list[int]], tokens: int) -> dict[str, float]:
-    loop = kind(lambda: Lent(engine, lambda: torch.cuda.set_stream(stream)))
+def first_tokens(engine: Any, ours: Any, theirs: Any, stream: Any, rounds: int) -> dict[str, float]:
+    """Milliseconds to the first token of one request that has the engine for itself."""
+    bare, actor = [], []
+    for number in range(rounds + 2):
+        ours.stream_output = theirs.stream_output
+        bare.append(bare_round(engine._scheduler, prompts(1, 1000 + 2 * number), 4)["ttft_ms"])
+        del ours.stream_output
+        actor.append(asyncio.run(in_loop(engine, stream, prompts(1, 1001 + 2 * number), 4))["ttft_ms"])
+    medians = {"bare_ms": statistics.median(bare[2:]), "actor_ms": statistics.median(actor[2:])}
+    return medians | {"added_ms": medians["actor_ms"] - medians["bare_ms"]}
+
+
+async def in_loop(engine: Any, stream: Any, asked: list[list[int]], tokens: int) -> dict[str, float]:
+    loop = EngineLoop(lambda: Lent(engine, lambda: torch.cuda.set_stream(stream)), gather_s=GATHER_S)
     await loop.setup()
     try:
         return await actor_round(loop, asked, tokens)

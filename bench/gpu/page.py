@@ -1,0 +1,113 @@
+"""Writes docs/gpu_transports.md from bench/results/gpu_transports.json: a list of what bench.gpu.transports found.
+
+python -m bench.gpu.page
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench/results/gpu_transports.json"
+PAGE = ROOT / "docs/gpu_transports.md"
+SIZES = {str(2**16): "64 KB", str(2**20): "1 MB", str(2**22): "4 MB", str(2**24): "16 MB", str(2**26): "64 MB"}
+HEAD = """\
+# GPU transports
+
+Written by `python -m bench.gpu.page` from what `python -m bench.gpu.transports` found on machines that were lent for
+minutes: one run each, other work on the host unknown. One value is on its way at a time, from a tensor that is ready.
+*held*: the receiver has the tensor and may give its GPU work on it. *ready*: its GPU is through with the copies as well
+(that look itself takes 10-20 µs). *half round trip*: the tensor there and back, and the sender's GPU idle, halved.
+Medians in µs. How it works: [transport](concepts/transport.md).
+"""
+
+
+def table(title: str, rows: list[tuple[str, dict[str, Any], str]]) -> list[str]:
+    """One table: rows are (name, a part, the metric)."""
+    lines = [f"| {title} | " + " | ".join(SIZES.values()) + " |", "|---|" + "---|" * len(SIZES)]
+    for name, part, metric in rows:
+        cells = [f"{part[size][metric]:,.0f}" if size in part else "" for size in SIZES]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def ratio(part: dict[str, Any], of: dict[str, Any], a: str, b: str) -> str:
+    """How many times longer `of` takes, from the smallest size to the largest."""
+    found = [of[size][b] / part[size][a] for size in SIZES if size in part and size in of]
+    return f"{min(found):.1f} to {max(found):.1f} times"
+
+
+def one_gpu(parts: dict[str, Any]) -> list[str]:
+    names = {
+        "omniflow, cuda_ipc": "cuda_ipc, one GPU",
+        "the same on uvloop": "cuda_ipc, one GPU (uvloop)",
+        "torch.multiprocessing queue": "torch.multiprocessing, one GPU",
+        "through the host's memory": "host bounce, one GPU",
+    }
+    there = {name: parts[key] for name, key in names.items() if key in parts and "failed" not in parts[key]}
+    lines: list[str] = []
+    for metric in ("held", "ready"):
+        lines += table(metric, [(name, part, f"{metric}_p50_us") for name, part in there.items()])
+    ipc = there.get("omniflow, cuda_ipc")
+    for name, part in there.items():
+        if ipc is not None and name.startswith(("torch", "through")):
+            lines.append(f"- {name}: {ratio(ipc, part, 'ready_p50_us', 'ready_p50_us')} as long as cuda_ipc (ready)")
+    if ipc is not None and "message" in ipc:
+        lines.append(f"- a message without a tensor: {ipc['message']['held_p50_us']} µs")
+    return [*lines, ""]
+
+
+def two_gpus(parts: dict[str, Any]) -> list[str]:
+    names = {
+        "omniflow, nccl": "nccl",
+        "omniflow, cuda_ipc between GPUs": "cuda_ipc between GPUs",
+        "through the host's memory": "host bounce between GPUs",
+    }
+    there = {name: parts[key] for name, key in names.items() if key in parts and "failed" not in parts[key]}
+    rows = [(f"{name}, ready", part, "ready_p50_us") for name, part in there.items()]
+    rows += [(f"{name}, half round trip", part, "half_round_trip_p50_us") for name, part in there.items()]
+    bare, copy = parts.get("bare torch.distributed"), parts.get("peer copy in one process")
+    if bare is not None and "failed" not in bare:
+        rows.append(("bare torch.distributed, half round trip", bare, "half_round_trip_p50_us"))
+    if copy is not None:
+        rows.append(("a copy from GPU to GPU in one process", copy, "copy_p50_us"))
+    lines = table("between two GPUs", rows) if rows else []
+    nccl = there.get("omniflow, nccl")
+    if nccl is not None and bare is not None:
+        for metric in ("ready", "half_round_trip"):
+            found = [
+                f"{SIZES[size]} {bare[size]['half_round_trip_p50_us'] / nccl[size][f'{metric}_p50_us']:.2f}x"
+                for size in SIZES
+            ]
+            lines.append(f"- GB/s of omniflow's nccl ({metric.replace('_', ' ')}) over bare: {', '.join(found)}")
+    return [*lines, ""]
+
+
+def facts(parts: dict[str, Any]) -> list[str]:
+    """The parts that are no tables, as they were found."""
+    lines = []
+    for name, found in parts.items():
+        if name.startswith("kill") or name in ("events", "hosts", "steps of a hop") or "failed" in found:
+            lines.append(f"- **{name}**: `{json.dumps(found)}`")
+    return [*lines, ""]
+
+
+def main() -> None:
+    lines = [HEAD]
+    for run in json.loads(RESULTS.read_text()):
+        machine = run["machine"]
+        lines.append(f"## {machine['date']}, {len(machine['gpus'])} x {machine['gpus'][0]}, commit {run['commit']}\n")
+        lines.append(
+            f"Driver {machine['driver']}, torch {machine['torch']}, NCCL {machine['nccl']}, "
+            f"Python {machine['python']}, {machine['cores']} cores. {run.get('note', '')}\n"
+        )
+        lines += [*one_gpu(run["parts"]), *two_gpus(run["parts"]), *facts(run["parts"])]
+        left = run.get("left_in_dev_shm")
+        lines.append(f"Left in /dev/shm, by part: `{json.dumps(left)}`\n" if left else "Left in /dev/shm: nothing.\n")
+    PAGE.write_text("\n".join(line for line in lines))
+
+
+if __name__ == "__main__":
+    main()
