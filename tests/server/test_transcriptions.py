@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,12 @@ from omniflow.config import ServerConfig
 from omniflow.errors import StageError, UnsupportedError
 from omniflow.graph import Graph
 from omniflow.media import AudioChunk, Transcript, Word
-from omniflow.planner import Cluster, plan
+from omniflow.planner import Cluster, Plan, plan
 from omniflow.runtime import Runtime
 from omniflow.server import decoding
 from omniflow.server.app import build_app
 from omniflow.server.encoders import pcm16, wav_header
+from omniflow.server.serve import Address, serve
 
 from .scripted import ScriptedRuntime
 from .sound import RATE_HZ, encoded
@@ -70,10 +73,13 @@ def ear_graph() -> Graph:
     return graph
 
 
+def ear_plan() -> Plan:
+    return plan(ear_graph().spec(), Cluster("test", cpu_cores=2, memory_bytes=2**30, single_process=True))
+
+
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    served = plan(ear_graph().spec(), Cluster("test", cpu_cores=2, memory_bytes=2**30, single_process=True))
-    async with Runtime(served) as runtime:
+    async with Runtime(ear_plan()) as runtime:
         app = build_app(runtime, model="ear", config=ServerConfig(max_body_bytes=1_000_000))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://ear") as client:
@@ -361,6 +367,35 @@ async def test_files_are_let_go(client: httpx.AsyncClient) -> None:
         await write(client, long[:900_000])
         await write(client, long, prompt="fail")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def leave_somewhere(address: Address, rng: random.Random) -> None:
+    """Send an upload or a part of it, read a part of the answer, and go."""
+    hint = rng.choice(["", "wait", "fail"])
+    parts = {"model": (None, "ear"), "prompt": (None, hint), "stream": (None, rng.choice(["true", "false"]))}
+    upload = httpx.Request("POST", "http://x", files=parts | {"file": ("a.wav", wav(np.tile(TONE, 9)))})
+    head = "".join(f"{name}: {value}\r\n" for name, value in upload.headers.items())
+    sent = f"POST /v1/audio/transcriptions HTTP/1.1\r\n{head}\r\n".encode() + upload.read()
+    async with await anyio.connect_tcp(address.host, address.port) as stream:
+        with contextlib.suppress(anyio.BrokenResourceError):
+            await stream.send(sent[: rng.choice([rng.randint(1, len(sent)), len(sent)])])
+        with anyio.move_on_after(rng.uniform(0, 0.1)):
+            await stream.receive(rng.choice([1, 10_000]))
+
+
+async def test_who_leaves_an_upload_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with Runtime(ear_plan()) as runtime, serve(build_app(runtime, model="ear"), port=0) as address:
+        async with httpx.AsyncClient(base_url=address.url) as client:
+            await write(client)
+            before = len(os.listdir("/proc/self/fd"))
+            async with anyio.create_task_group() as tasks:
+                for seed in range(30):
+                    tasks.start_soon(leave_somewhere, address, random.Random(seed))
+            with anyio.fail_after(3):
+                while runtime.status().in_flight or len(os.listdir("/proc/self/fd")) > before:
+                    await anyio.sleep(0.01)
+            assert (await write(client)).json()["text"] == HEARD
+    assert [record.message for record in caplog.records if record.exc_info or record.levelname == "ERROR"] == []
 
 
 async def test_a_model_that_does_not_translate_says_so(client: httpx.AsyncClient) -> None:
