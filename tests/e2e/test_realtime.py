@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import subprocess
+import sys
 import wave
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +20,10 @@ from openai.resources.realtime.realtime import RealtimeConnection
 
 from omniflow.media import AudioChunk
 from omniflow.server.realtime.audio import AudioOut, Pcmu
-from tests.e2e.conftest import Server
+from tests.e2e.conftest import ROOT, Server
 from tests.e2e.hearing import heard, word_errors
 from tests.speech import FOX, samples_of
+from tests.test_docs import blocks
 
 HZ = 24_000
 
@@ -154,6 +159,50 @@ def test_a_transcription_session(server: Server, turns: Any) -> None:
         said = [until(connection, "conversation.item.input_audio_transcription.completed")[-1] for _ in range(2)]
     texts = sorted((event.transcript.lower() for event in said), key=len)
     assert "hello" in texts[0] and "fox" in texts[1]
+
+
+def test_a_tool_is_called_and_answered(server: Server) -> None:
+    weather: Any = {
+        "type": "function",
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    }
+    question: Any = {
+        "type": "message",
+        "role": "user",
+        "content": [{"type": "input_text", "text": "How is the weather in Paris?"}],
+    }
+    with connected(server) as connection:
+        connection.session.update(session={"type": "realtime", "tools": [weather], "tool_choice": "required"})
+        connection.conversation.item.create(item=question)
+        connection.response.create(response={"parallel_tool_calls": False, "max_output_tokens": 60})
+        events = until(connection, "response.done")
+        call = next(e for e in events if e.type == "response.function_call_arguments.done")
+        assert call.name == "get_weather" and set(json.loads(call.arguments)) == {"city"}
+        assert [item.type for item in events[-1].response.output] == ["function_call"]
+        output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "It rains."}
+        connection.conversation.item.create(item=output)
+        connection.response.create(response={"tool_choice": "none", "max_output_tokens": 16})
+        done = until(connection, "response.done")[-1].response
+    assert done.output[0].content[0].transcript and done.usage.input_tokens > 50
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_example_of_the_page(server: Server, tmp_path: Path) -> None:
+    program = "\n".join(code for code, needs_server in blocks(ROOT / "docs/realtime.md", "python") if needs_server)
+    at = server.url.removeprefix("http://")
+    assert program.count("127.0.0.1:8000") == 2
+    ran = subprocess.run(
+        [sys.executable, "-c", program.replace("127.0.0.1:8000", at)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stderr
+    wrong, count = word_errors(ran.stdout, heard((tmp_path / "answer.wav").read_bytes()))
+    assert wrong / count <= 0.4, ran.stdout
 
 
 def test_a_client_that_goes_away_ends_all_work(server: Server) -> None:
