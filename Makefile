@@ -45,6 +45,7 @@ bench: $(VENV)/.installed-dev ## measure: graphs, transports beside peers, engin
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/e2e.py --json bench/results/e2e.json
 	$(BIN)/python bench/overload.py
+	$(BIN)/python -m bench.streams --write
 	$(BIN)/python -m bench.http_cost --json bench/results/http_cost.json
 
 bench-peers: | $(VENV)/.made ## install what `make bench` compares with (.venv-bench); what cannot be had is left out

@@ -12,6 +12,7 @@ import numpy as np
 
 from actors.whisper.mel import HOP, SAMPLE_RATE_HZ, log_mel, mel_filters
 from actors.whisper.windows import SILENCE, WINDOWS_S, cut, window_s
+from omniflow.errors import WeightsError
 
 if TYPE_CHECKING:
     import ctranslate2
@@ -48,7 +49,10 @@ NOTHING = Heard("", (), 1.0)
 
 
 class Whisper:
-    """A loaded model. A call keeps `threads` cores busy; calls from several threads come one at a time."""
+    """A loaded English model. A call keeps `threads` cores busy; calls from several threads come one at a time.
+
+    Raises WeightsError for a model of many languages, which wants to be told which is spoken.
+    """
 
     def __init__(self, folder: Path, threads: int = 1) -> None:
         import ctranslate2
@@ -57,6 +61,10 @@ class Whisper:
         self._model = ctranslate2.models.Whisper(
             str(folder), device="cpu", compute_type="int8", inter_threads=1, intra_threads=threads
         )
+        if self._model.is_multilingual:
+            raise WeightsError(
+                f"{folder} knows several languages; give one of Whisper's English models (their names end in .en)"
+            )
         self._view = ctranslate2.StorageView.from_array
         self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
 
+import ctranslate2
 import numpy as np
 import pytest
 import soxr
@@ -15,7 +18,7 @@ from actors.whisper.model import Whisper
 from actors.whisper.transcriber import WhisperTranscriber, transcribe
 from actors.whisper.windows import Cutter, cut, window_s
 from omniflow.actor import BatchPolicy, ports_of
-from omniflow.errors import InvalidInputError, ProtocolError
+from omniflow.errors import InvalidInputError, ProtocolError, WeightsError
 from omniflow.media import AudioFeatures, Waveforms
 from tests.speech import FOX, HELLO, samples_of
 
@@ -57,6 +60,12 @@ def test_features_are_those_whisper_was_trained_on() -> None:
     features = log_mel(samples, mel_filters(), 30)
     assert features.shape == (80, 3000) and features.dtype == np.float32
     assert np.abs(features - reference.input_features[0]).max() < 1e-5
+
+
+def test_a_model_of_many_languages_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ctranslate2.models, "Whisper", lambda *_, **__: SimpleNamespace(is_multilingual=True))
+    with pytest.raises(WeightsError, match="English models"):
+        Whisper(tmp_path)
 
 
 def test_speech_becomes_text() -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import wave
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from tests.e2e.conftest import Server
 from tests.e2e.hearing import word_errors, words
 from tests.e2e.test_speech import SENTENCES
-from tests.speech import FOX, encoded
+from tests.speech import FOX, HELLO, encoded
 
 TEXT = " ".join(SENTENCES)
 FILE = ("fox.wav", encoded("fox"), "audio/wav")
@@ -118,6 +119,17 @@ def test_a_minute_and_a_half(server: Server, spoken: bytes) -> None:
     halfway = verbose.duration / 2
     second = [word for word in verbose.words if word.start >= halfway - 0.5]
     assert second[0].start == pytest.approx(halfway + verbose.words[0].start, abs=0.3)
+
+
+def test_several_at_once_never_mix(server: Server) -> None:
+    client = server.client(timeout=60)
+
+    def write(name: str) -> str:
+        file = (f"{name}.wav", encoded(name))
+        return plain(client.audio.transcriptions.create(model="ming_omni", file=file).text)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(write, ["fox", "hello"] * 3)) == [FOX, HELLO] * 3
 
 
 def peak_bytes(pid: int) -> int:
