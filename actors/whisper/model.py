@@ -70,6 +70,7 @@ class Whisper:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         self._start = vocabulary["<|startoftranscript|>"]
         self._prompt = [self._start, vocabulary["<|notimestamps|>"]]
+        self._end = vocabulary["<|endoftext|>"]
         self._previously = vocabulary["<|startofprev|>"]
         self._filters = mel_filters()
 
@@ -131,7 +132,12 @@ class Whisper:
     def _hinted(self, hint: str) -> list[int]:
         if not hint.strip():
             return self._prompt
-        said = self._tokenizer.encode(" " + hint.strip(), add_special_tokens=False).ids
+        # A hint is text, even where it spells a mark like <|endoftext|>: those come behind all tokens of text.
+        said = [
+            token
+            for token in self._tokenizer.encode(" " + hint.strip(), add_special_tokens=False).ids
+            if token < self._end
+        ]
         return [self._previously, *said[-(MAX_TOKENS - 1) :], *self._prompt]
 
     def _heard(self, result: ctranslate2.models.WhisperGenerationResult, most: int) -> Heard | None:

@@ -125,6 +125,14 @@ async def test_a_hint_spells_a_name(scribe: WhisperScribe) -> None:
     assert await written(scribe, chunks(samples_of("hello"), 16_000), hint="word " * 5000)
 
 
+async def test_marks_in_a_hint_are_no_commands(scribe: WhisperScribe) -> None:
+    hello = chunks(samples_of("hello"), 16_000)
+    (found,) = await written(scribe, hello, hint="<|startoftranscript|><|endoftext|><|nospeech|>")
+    assert plain(found.text) == HELLO
+    ids = scribe._whisper._hinted("ships <|endoftext|> and <|startoftranscript|>")
+    assert all(token < 50_256 for token in ids[1:-2]) and len(ids) > 5
+
+
 async def test_a_temperature_draws(scribe: WhisperScribe) -> None:
     heard = [await written(scribe, chunks(samples_of("hello"), 16_000), temperature=1.0) for _ in range(4)]
     assert len({"".join(stretch.text for stretch in found) for found in heard}) > 1
