@@ -67,6 +67,7 @@ def write_log(config: ServerConfig) -> None:
     text = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", "%H:%M:%S")
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonFormatter() if config.log_format == "json" else text)
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each form that a client got wrong
     if config.access_log:
         logging.getLogger("omniflow.access").setLevel(min(logging.INFO, logging.getLogger().level))
 

@@ -124,6 +124,9 @@ class Connection(H11Protocol):
         self._forget_timers()
         super().handle_websocket_upgrade(event)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: a client that would rather speak HTTP/2 is answered in HTTP/1.1, and knows it."""
+
     def _forget_timers(self) -> None:
         self._stop_waiting()
         if self._stalled is not None:

@@ -17,7 +17,7 @@ from omniflow import __version__
 from omniflow.server.failures import ErrorReply
 from omniflow.server.operations import EVENTS, FORM, JSON, OPERATIONS, Operation
 from omniflow.server.schema_notes import FIELD_TEXTS, NARROWED, NOT_FETCHED, REFUSED, RULES, TAG_MAY_BE_LEFT_OUT
-from omniflow.server.service import Service
+from omniflow.server.service import STOCK_VOICES, Service
 
 _REFS = "#/components/schemas/{name}"
 
@@ -99,6 +99,7 @@ def _schemas(offered: list[Operation], service: Service) -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(shapes, ref_template=_REFS)
     for name, schema in schemas.items():
         _note(name, schema, NARROWED if service.config.remote_media else NARROWED | NOT_FETCHED)
+    _name_voices(schemas, service)
     for each in offered:
         if each.body is None:
             continue
@@ -108,6 +109,15 @@ def _schemas(offered: list[Operation], service: Service) -> dict[str, Any]:
         if each.body_type == FORM:
             schemas[each.body.__name__] = _form(schema)
     return schemas
+
+
+def _name_voices(schemas: dict[str, Any], service: Service) -> None:
+    """Where the voices are known, say them. An item of a batch may have another: that is an error of its own."""
+    known = sorted({voice.name for voice in service.voices} | STOCK_VOICES)
+    named = {"enum": known}, {"type": "object", "properties": {"id": {"enum": known}}, "required": ["id"]}
+    for name in ("SpeechRequest", "AudioOptions"):
+        if service.voices and name in schemas:
+            schemas[name]["properties"]["voice"] |= {"anyOf": [*named, {"type": "null"}]}
 
 
 def _form(schema: dict[str, Any]) -> dict[str, Any]:

@@ -182,6 +182,11 @@ async def test_a_client_may_ask_before_it_sends_its_body(wire: Wire) -> None:
     assert (await wire.reply())[0] == 200
 
 
+async def test_a_client_that_would_upgrade_is_answered(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+    await wire.stream.send(VALID.replace(b"host: x", b"host: x\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c"))
+    assert (await wire.reply())[0] == 200 and caplog.messages == []
+
+
 async def test_head_and_options_have_no_surprises(wire: Wire) -> None:
     await wire.stream.send(b"HEAD /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     head, _, body = (b"".join([await wire.receive(), await wire.receive()])).partition(b"\r\n\r\n")

@@ -16,7 +16,7 @@ import schemathesis
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from omniflow.actor import Actor, Emit, Stream
+from omniflow.actor import Actor, Emit, NamedVoice, Stream
 from omniflow.config import ServerConfig
 from omniflow.graph import Graph
 from omniflow.media import AudioChunk, Transcript
@@ -94,6 +94,14 @@ def test_the_document_is_of_this_server() -> None:
     assert "/v1/audio/speech" in found["paths"] and "/v1/chat/completions" in found["paths"]
     mute = written(ScriptedRuntime(plan=parrot_plan(inputs=["chat"], outputs=["text"])))
     assert "/v1/audio/speech" not in mute["paths"] and "SpeechRequest" not in mute["components"]["schemas"]
+
+
+def test_voices_are_named_where_they_are_known() -> None:
+    assert written()["components"]["schemas"]["SpeechRequest"]["properties"]["voice"]["anyOf"][0]["type"] == "string"
+    service = Service(capable(), "tiny", frozenset(), Transcripts(), voices=(NamedVoice("joe", "en"),))  # type: ignore[arg-type]
+    schemas = document(service)["components"]["schemas"]
+    for name in ("SpeechRequest", "AudioOptions"):
+        assert {"joe", "alloy"} < set(schemas[name]["properties"]["voice"]["anyOf"][0]["enum"])
 
 
 def test_it_says_where_keys_are_asked_for() -> None:

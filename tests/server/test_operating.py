@@ -19,7 +19,7 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket
 
 from omniflow.config import ServerConfig
-from omniflow.errors import ConfigError
+from omniflow.errors import ConfigError, OverloadedError
 from omniflow.runtime import Runtime
 from omniflow.server.app import EXPOSED_HEADERS, build_app
 from omniflow.server.exchange import Exchanges
@@ -174,6 +174,16 @@ async def test_every_reply_says_its_id_and_its_time() -> None:
         for reply in [await client.post("/v1/chat/completions", json=BODY), await client.get("/nowhere")]:
             assert reply.headers["x-request-id"].startswith("req_")
             assert int(reply.headers["openai-processing-ms"]) >= 0
+
+
+@pytest.mark.anyio
+async def test_when_to_come_back_is_said_to_the_millisecond() -> None:
+    runtime = ScriptedRuntime()
+    runtime.refusal = OverloadedError("full", retry_after_s=1.25)
+    async with client_of(runtime) as client:
+        reply = await client.post("/v1/chat/completions", json=BODY)
+    assert (reply.status_code, reply.headers["retry-after"], reply.headers["retry-after-ms"]) == (429, "2", "1250")
+    assert reply.headers["x-should-retry"] == "true"
 
 
 @pytest.mark.anyio
