@@ -21,6 +21,7 @@ import numpy as np
 
 from actors.catalogue import PACKAGED
 from actors.roles import TalkerRole
+from actors.thinker import GATHER_S
 from omniflow.actor import Context, Emit, Stream
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
@@ -36,7 +37,7 @@ SLOWEST, FASTEST = 0.5, 2.0
 FIRST_STEPS = 7
 """Steps in the first message of a request: 28 frames of a model that makes 4 a step, of which a vocoder makes sound."""
 MOST_STEPS = 16
-"""Steps in the later ones, by doubling."""
+"""Steps in the third and all later ones."""
 
 
 EngineName = Literal["reference", "sglang"]
@@ -107,7 +108,7 @@ class ArTalker(TalkerRole, ABC):
         self._engine = engine
         self._limits = {"max_running": max_running, "max_waiting": max_waiting}
         self._script: Script
-        self._loop = EngineLoop(self._build)
+        self._loop = EngineLoop(self._build, gather_s=GATHER_S if engine == "sglang" else 0.0)
 
     @abstractmethod
     def load_script(self, folder: Path) -> Script:
@@ -165,7 +166,7 @@ class ArTalker(TalkerRole, ABC):
             id=line.id, ids=line.prompt.ids, sampling=sampling, later_codes=self._script.later_codes
         )
         outputs = await ahead.enter_async_context(self._loop.generate(request))
-        return _Utterance(self._script, line, outputs, speech)
+        return _Utterance(self._script, line, outputs, speech.speed)
 
     def _has_room(self) -> bool:
         """True where the next utterance may begin early: a step of two takes hardly longer than one of one, but where
@@ -195,7 +196,10 @@ class _Line(NamedTuple):
     id: str
     seed: int
     segment: int
+    is_first: bool
+    """Of the request."""
     is_last: bool
+    """Of the segment."""
 
 
 class _Speech:
@@ -203,7 +207,6 @@ class _Speech:
 
     def __init__(self, segments: Stream[Segment], ctx: Context) -> None:
         self.speed = _checked_speed(ctx.options.speed)
-        self.sizes = itertools.chain((FIRST_STEPS, MOST_STEPS // 2), itertools.repeat(MOST_STEPS))
         self.lines: deque[_Line] = deque()
         self._segments = segments
         self._run_id = ctx.run_id
@@ -221,16 +224,22 @@ class _Speech:
         """The utterances of `segment`. Each has a seed of its own: no two say their words with the same noise."""
         for prompt, number in zip(prompts, self._numbers, strict=False):
             seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1, np.uint64)[0])
-            self.lines.append(_Line(prompt, f"{self._run_id}-{number:06}", seed, segment.index, prompt is prompts[-1]))
+            id = f"{self._run_id}-{number:06}"
+            self.lines.append(_Line(prompt, id, seed, segment.index, number == 0, prompt is prompts[-1]))
 
 
 class _Utterance:
     """The codes of one utterance on their way to frames. Some are kept back, since they are dropped if it ends."""
 
-    def __init__(self, script: Script, line: _Line, outputs: AsyncIterator[EngineOutput], speech: _Speech) -> None:
+    def __init__(self, script: Script, line: _Line, outputs: AsyncIterator[EngineOutput], speed: float) -> None:
         self.outputs = outputs
-        self._script, self._line, self._speech = script, line, speech
-        self._size = next(speech.sizes)
+        self._script, self._line, self._speed = script, line, speed
+        # The first steps of all are sent at once: to keep some back would cost their time. What is kept back depends
+        # on nothing but the utterance: the same seed gives the same frames.
+        self._sizes = itertools.chain(
+            (FIRST_STEPS, MOST_STEPS // 2) if line.is_first else (), itertools.repeat(MOST_STEPS)
+        )
+        self._size, self._kept_back = next(self._sizes), 0 if line.is_first else line.prompt.dropped_steps
         self._held: list[np.ndarray] = []
         self._num_frames = 0
         self._last = script.frames(np.zeros((0, script.num_codes), np.int64))
@@ -238,25 +247,23 @@ class _Utterance:
     def add(self, output: EngineOutput) -> Latents | None:
         """Take the codes of a step; frames where enough for a message have come."""
         self._held += [] if output.frames is None else list(output.frames.cpu().numpy())
-        # Not at first, which would cost the time of these steps: hardly an utterance ends there.
-        kept_back = self._line.prompt.dropped_steps if self._num_frames else 0
-        if len(self._held) < self._size + kept_back:
+        if len(self._held) < self._size + self._kept_back:
             return None
         ready, self._held = self._held[: self._size], self._held[self._size :]
-        self._size = next(self._speech.sizes)
+        self._size, self._kept_back = next(self._sizes), self._line.prompt.dropped_steps
         return Latents(self._stretched(ready), self._line.segment, last=False)
 
     def rest(self) -> Latents:
         """The last frames, of which there may be none, and a pause."""
         frames = self._stretched(self._held[: max(0, len(self._held) - self._line.prompt.dropped_steps)])
-        pause = self._last.repeat(round(self._line.prompt.pause_frames / self._speech.speed), axis=0)
+        pause = self._last.repeat(round(self._line.prompt.pause_frames / self._speed), axis=0)
         return Latents(np.concatenate([frames, pause]), self._line.segment, self._line.is_last)
 
     def _stretched(self, steps: list[np.ndarray]) -> np.ndarray:
         frames = self._script.frames(np.array(steps, np.int64).reshape(len(steps), self._script.num_codes))
         start, self._num_frames = self._num_frames, self._num_frames + len(frames)
         self._last = frames[-1:] if len(frames) else self._last
-        return stretched(frames, start, self._speech.speed)
+        return stretched(frames, start, self._speed)
 
 
 def stretched(frames: np.ndarray, start: int, speed: float) -> np.ndarray:
