@@ -18,6 +18,8 @@ from omniflow.media import ToolCallDelta
 OPEN, CLOSE = HERMES.begin, HERMES.end
 _HEAD = re.compile(rf'{OPEN}\s*{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?={{)')
 """What comes before arguments that can be given on while they are written."""
+_USUAL = ' {"name": "", "arguments": {'
+"""What may be missing of it."""
 _NO_TEXT = re.compile(r'[\s{}\[\],"]*')
 """What models write too much of at the end of a call."""
 
@@ -40,8 +42,9 @@ class _Call(msgspec.Struct, frozen=True):
 class ToolCallParser:
     """Takes calls out of the text of one answer; `push` and `end` give its pieces in order.
 
-    A call whose name cannot be read is text, at the latest at the end of the answer. An answer that ends inside the
-    arguments has given what there is of them. `parallel` false: only the first call is given, the rest is dropped.
+    What looks like a call and is none is text, at the latest at the end of the answer. Where an answer is cut inside a
+    call, what there is of its arguments has been given, and before them nothing: half a call is not to be read out.
+    `parallel` false: only the first call is given, the rest is dropped.
     Ids follow from `request_id`, so that a request that is replayed gives the same ones.
     """
 
@@ -72,10 +75,12 @@ class ToolCallParser:
             return []
         if self._next == self._head and (call := _whole(held[len(OPEN) :])) is not None:
             return [Piece(held, call=self._called(*call))]
+        raw = held[: len(held) - _begun_call(held)]
+        text = raw.rstrip() if len(raw) < len(held) else raw
         if self._next == self._tail:
-            rest = _NO_TEXT.sub("", held, count=1)
-            return [Piece(held, text="" if CLOSE.startswith(rest) else rest)]
-        return [Piece(held, text=self._shown(held))]
+            text = _NO_TEXT.sub("", text, count=1)
+            text = "" if CLOSE.startswith(text) else text
+        return [Piece(raw, text=self._shown(text)), Piece(held[len(raw) :])]
 
     def _text(self) -> Piece | None:
         """Text up to a call; white space before it belongs to nothing."""
@@ -150,6 +155,14 @@ class ToolCallParser:
     def _of_call(self, raw: str) -> Piece:
         index = self._num_calls - 1
         return Piece(raw, call=None if index and not self._parallel else ToolCallDelta(index, raw))
+
+
+def _begun_call(text: str) -> int:
+    """The length of the beginning of a call at the end of `text`, up to its name; 0 where there is none."""
+    if text.startswith(OPEN):
+        return len(text) if any(_HEAD.match(text + _USUAL[at:]) for at in range(len(_USUAL))) else 0
+    overlap = _overlap(text, OPEN)
+    return overlap if "_" in OPEN[:overlap] else 0  # a single "<" may be anything
 
 
 def _whole(body: str) -> tuple[str, str] | None:

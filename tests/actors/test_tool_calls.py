@@ -104,13 +104,15 @@ def test_other_ways_to_write_a_call(written: str, arguments: str, closed: bool) 
 @pytest.mark.parametrize(
     "text",
     [
-        "<tool_call>",
         "<tool_call> is how",
+        "<tool_call>{name",
+        '<tool_call>{"name": 5',
+        '<tool_call>{"name": "f", "param',
+        "a <too",
         "<tool_call>{}</tool_call>",
         '<tool_call>{"name": 5, "arguments": {}}</tool_call> after',
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": "f", "arguments": "no json"}</tool_call>',
-        '<tool_call>{"name": "f", "arg',
         '<tool_call>{"name": "f", "a": ' + "[" * 5000 + "</tool_call>",
         "</tool_call>",
     ],
@@ -119,12 +121,26 @@ def test_markup_that_is_no_call_is_text(text: str) -> None:
     assert parsed(text, [7]) == (text, [])
 
 
+@pytest.mark.parametrize("before", ["", "Well."])
+@pytest.mark.parametrize("sizes", [[1], [100]])
+def test_an_answer_that_is_cut_inside_a_call_shows_no_half_of_it(before: str, sizes: list[int]) -> None:
+    written = call("get_weather", {"city": "Paris"})
+    shown = len('<tool_call>\n{"name": "get_weather", "arguments": ')
+    for end in range(len("<tool_"), len(written)):
+        text, calls = parsed(before + " " * bool(before) + written[:end], sizes)
+        assert text == before
+        assert len(calls) == (end > shown)
+        assert all('{"city": "Paris"}'.startswith(each.arguments) for each in calls)
+
+
 def test_an_answer_that_ends_inside_the_arguments_has_given_them() -> None:
     text, (only,) = parsed('<tool_call>{"name": "f", "arguments": {"city": "Par')
     assert text == "" and only.arguments == '{"city": "Par'
 
 
-@pytest.mark.parametrize("end", ["", "}", "}\n</tool", "}}\n</tool_call>", "</tool_call>", "}</tool_call>"])
+@pytest.mark.parametrize(
+    "end", ["", "}", "}\n</tool", "}}\n</tool_call>", "</tool_call>", "}</tool_call>", "}\n<tool_", '}<tool_call>{"na']
+)
 def test_sloppy_ends(end: str) -> None:
     text, (only,) = parsed('<tool_call>{"name": "f", "arguments": {"a": 1}' + end, [1])
     assert (text, only.arguments) == ("", '{"a": 1}')
