@@ -18,6 +18,8 @@ _BEFORE_ANY_WORK = (OverloadedError, UnavailableError)
 """Errors of requests of which nothing has run. OpenAI's clients send a request up to twice more by themselves: one that
 had begun may be what killed its stage, and must not do it three times."""
 _DEFAULT_RETRY_AFTER_S = 1.0
+_MESSAGE_CHARS = 2000
+"""Messages quote what was sent, which may be as long as a body."""
 
 
 class MalformedBodyError(InvalidInputError):
@@ -140,6 +142,8 @@ async def on_unexpected(request: Request, error: Exception) -> Response:
 
 
 def _body(message: str, status: int, param: str | None, code: str) -> bytes:
+    if len(message) > _MESSAGE_CHARS:
+        message = message[:_MESSAGE_CHARS] + "..."
     return msgspec.json.encode(ErrorReply(ErrorDetail(message, _type_of(status), param, code)))
 
 

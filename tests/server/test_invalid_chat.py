@@ -318,6 +318,20 @@ async def test_what_is_nested_deeply_breaks_nothing(client: httpx.AsyncClient, d
     assert (await client.post("/v1/chat/completions", json=HI)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"model": "m" * 100_000}, 404),
+        (tool_result(tool_call_id="c" * 100_000), 400),
+        ({"logit_bias": {"x" * 100_000: 1}}, 400),
+        (tools({"name": "f"}, tool_choice={"type": "function", "function": {"name": "g" * 100_000}}), 400),
+    ],
+    ids=["model", "tool_call_id", "logit_bias", "tool_choice"],
+)
+async def test_what_is_quoted_is_cut(client: httpx.AsyncClient, change: dict[str, Any], status: int) -> None:
+    assert len((await refused(client, change, status))["message"]) <= 2003
+
+
 def test_every_field_has_a_case() -> None:
     """A field that is added is tried with a wrong value, too."""
     tried = {param.partition(".")[0].partition("[")[0] for _, param in CASES}
