@@ -177,7 +177,7 @@ class ItemTruncate(_ClientEvent, frozen=True, tag="conversation.item.truncate"):
 
     item_id: str
     audio_end_ms: Annotated[float, Meta(ge=0, le=2**53)]
-    content_index: int = 0
+    content_index: Annotated[int, Meta(ge=0, le=2**31)] = 0
 
 
 class ResponseCreate(_ClientEvent, frozen=True, tag="response.create"):

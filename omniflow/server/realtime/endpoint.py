@@ -51,7 +51,10 @@ class Realtime:
         """One session. What is refused is refused after the handshake: in a browser, nothing else tells why."""
         socket = WebSocket(scope, receive, send)
         # Browsers drop a connection whose answer names none of the subprotocols that they offered.
-        await socket.accept(_SUBPROTOCOL if _SUBPROTOCOL in scope.get("subprotocols", ()) else None)
+        try:
+            await socket.accept(_SUBPROTOCOL if _SUBPROTOCOL in scope.get("subprotocols", ()) else None)
+        except WebSocketDisconnect:
+            return
         try:
             self._require_origin(socket)
             self._require_room()

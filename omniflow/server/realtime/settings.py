@@ -46,7 +46,10 @@ _TABLES = frozenset(
 MAX_ECHO_BYTES = 900_000
 """Of what is sent back as a whole (a session, an item): clients take messages below 1 MiB."""
 
-MaxTokens = Annotated[int, Meta(ge=1)] | Literal["inf"]
+_MAX_DEPTH = 32
+"""Of what clients nest: schemas of tools need ten."""
+
+MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)] | Literal["inf"]
 Modalities = Annotated[tuple[Literal["text", "audio"], ...], Meta(min_length=1)]
 
 
@@ -73,10 +76,26 @@ class FunctionTool(Struct, frozen=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def __post_init__(self) -> None:
+        require_plain(self.parameters)
+
     def for_graph(self) -> GraphTool:
         """As the graph takes it."""
         parameters = msgspec.json.encode(self.parameters or {}).decode()
         return GraphTool(self.name, self.description or "", parameters, bool(self.strict))
+
+
+def require_plain(value: Any) -> None:
+    """Raises ValueError where `value`, read from JSON, could not be sent back: too deep, or with too large a number."""
+    layer = [value]
+    for _ in range(_MAX_DEPTH):
+        if any(isinstance(each, int) and abs(each) >= 2**63 for each in layer):
+            raise ValueError("holds a number beyond 64 bits")
+        inside = [each.values() if isinstance(each, dict) else each for each in layer if isinstance(each, dict | list)]
+        layer = [each for values in inside for each in values]
+        if not layer:
+            return
+    raise ValueError(f"is nested more than {_MAX_DEPTH} deep")
 
 
 class NamedTool(Struct, frozen=True):
@@ -147,6 +166,10 @@ def view(session: Session, id: str, expires_at: int) -> dict[str, Any]:
 
 def updated(session: Session, update: dict[str, Any]) -> Session:
     """`session` after `update`. Raises InvalidInputError whose `param` is the path of the field ("session....")."""
+    try:
+        require_plain(update)
+    except ValueError as error:
+        raise InvalidInputError(f"session: {error}", param="session") from error
     merged = _merged(msgspec.to_builtins(session), update, "")
     try:
         new = msgspec.convert(merged, Session)

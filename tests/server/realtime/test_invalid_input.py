@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -26,6 +25,14 @@ def response(**fields: Any) -> dict[str, Any]:
     return {"response": fields}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    return {"a": nested(depth - 1)} if depth else {}
+
+
+def tool(**parameters: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "name": "f", "parameters": parameters}]
+
+
 CREATE, RESPOND = "conversation.item.create", "response.create"
 TRUNCATE = "conversation.item.truncate"
 CASES: list[tuple[str, dict[str, Any], str]] = [
@@ -33,6 +40,10 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("session.update", {"session": None}, "session"),
     ("session.update", {"session": []}, "session"),
     ("session.update", {"session": {"audio": {"input": {"turn_detection": 1}}}}, "session.audio.input.turn_detection"),
+    ("session.update", {"session": {"tracing": nested(400)}}, "session"),
+    ("session.update", {"session": {"prompt": {"id": 10**40}}}, "session"),
+    ("session.update", {"session": {"tools": tool(x=nested(40))}}, "session"),
+    ("session.update", {"session": {"max_output_tokens": 2**40}}, "session.max_output_tokens"),
     ("input_audio_buffer.append", {}, "audio"),
     ("input_audio_buffer.append", {"audio": 1}, "audio"),
     ("input_audio_buffer.append", {"audio": "not base64!"}, "audio"),
@@ -75,6 +86,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (TRUNCATE, {"item_id": "x", "audio_end_ms": -1}, "audio_end_ms"),
     (TRUNCATE, {"item_id": "x", "audio_end_ms": "1"}, "audio_end_ms"),
     (TRUNCATE, {"item_id": "x", "audio_end_ms": 1, "content_index": "0"}, "content_index"),
+    (TRUNCATE, {"item_id": "x", "audio_end_ms": 1, "content_index": 10**40}, "content_index"),
+    (TRUNCATE, {"item_id": "x", "audio_end_ms": 10**40}, "audio_end_ms"),
     (TRUNCATE, {"audio_end_ms": 1}, "item_id"),
     (RESPOND, {"response": []}, "response"),
     (RESPOND, response(conversation="other"), "response.conversation"),
@@ -88,6 +101,9 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (RESPOND, response(metadata={"a": "x" * 513}), "response.metadata"),
     (RESPOND, response(metadata={str(n): "x" for n in range(17)}), "response.metadata"),
     (RESPOND, response(tools=[{"type": "mcp"}]), "response.tools[0].type"),
+    (RESPOND, response(tools=tool(x=2**70)), "response.tools[0]"),
+    (RESPOND, response(tools=tool(x=nested(40))), "response.tools[0]"),
+    (RESPOND, response(max_output_tokens=2**40), "response.max_output_tokens"),
     (RESPOND, response(tool_choice=5), "response.tool_choice"),
     (RESPOND, response(audio={"output": {"format": {"type": "mp3"}}}), "response.audio.output.format.type"),
     (RESPOND, response(audio={"output": {"voice": 3}}), "response.audio.output.voice"),
@@ -147,8 +163,11 @@ def test_a_deeply_nested_event() -> None:
     machine.protocol.receive('{"type": "session.update", "session": ' + '{"audio": ' * 5000 + "1" + "}" * 5001)
     (event,) = machine.take()
     assert event["error"]["code"] == "invalid_json"
-    nested: Any = {}
-    for _ in range(300):
-        nested = {"audio": nested, "input": nested.get("input")}
-    machine.protocol.receive(json.dumps({"type": "session.update", "session": nested}))
-    assert kinds(machine.take()) == ["session.updated"]
+    machine.protocol.receive('{"type": "x", "event_id": ' + "[" * 5000 + "]" * 5000 + "}")
+    assert kinds(machine.take()) == ["error"]
+
+
+def test_half_a_character() -> None:
+    machine = Machine()
+    machine.protocol.receive('{"type": "response.create", "response": {"instructions": "\\ud800"}}')
+    assert kinds(machine.take())[0] in ("error", "response.created")
