@@ -216,7 +216,7 @@ def _weight(group: list[Stage]) -> int:
 
 def _host(group: list[Stage], why: str, devices: dict[str, tuple[str, ...]], cluster: Cluster) -> PlannedHost:
     anchors = [stage for stage in group if _is_anchor(stage)] or group
-    used = tuple(sorted({device for stage in anchors for device in devices[stage.name]}))
+    used = tuple(sorted({device for stage in anchors for device in devices[stage.name]}, key=_by_number))
     inline = cluster.single_process and used == _CPU
     restart = next((stage.restart for stage in anchors if stage.restart is not None), Restart())
     name = max(anchors, key=lambda stage: stage.memory.total_bytes).name
@@ -239,6 +239,10 @@ def _host(group: list[Stage], why: str, devices: dict[str, tuple[str, ...]], clu
         reason=why,
         device_bytes=sum(shares) if all(shares) else 0,
     )
+
+
+def _by_number(device: str) -> tuple[int, str]:
+    return len(device), device
 
 
 def _with_pool(host: PlannedHost, edges: Iterable[PlannedEdge], config: RuntimeConfig) -> PlannedHost:

@@ -115,14 +115,14 @@ class Encoder:
         return taken
 
     def _place(self, value: Any) -> tuple[int, str, tuple[int, ...], int, int]:
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(value, torch.Tensor):
-            return self._place_tensor(value, torch.uint8)
         if isinstance(value, np.ndarray):
             if value.dtype.hasobject or value.dtype.names:
                 raise ProtocolError(f"an array of dtype {value.dtype} cannot travel; use numbers")
             flat = (value if value.flags.c_contiguous else np.ascontiguousarray(value)).reshape(-1).view(np.uint8)
             return _NUMPY, value.dtype.str, value.shape, *self._add(flat)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return self._place_tensor(value, torch.uint8)
         arrow = sys.modules.get("pyarrow")
         if arrow is not None and isinstance(value, arrow.RecordBatch):
             sink = arrow.BufferOutputStream()

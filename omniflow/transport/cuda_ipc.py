@@ -265,10 +265,15 @@ class CudaIpcLane(Lane):
 
     def put(self, block: Block, parts: Sequence[Part]) -> None:
         memory = self.pool.memory
-        for offset, tensor, num_bytes in parts:
-            memory.copy_in(block.offset + offset, tensor, num_bytes)
-        memory.write(block.slot, FILLED, block.generation)
         self._sent[block.slot] = block.generation
+        try:
+            for offset, tensor, num_bytes in parts:
+                memory.copy_in(block.offset + offset, tensor, num_bytes)
+            memory.write(block.slot, FILLED, block.generation)
+        except DeviceError:
+            # This request fails here; its reader must not wait for what does not come.
+            memory.words[block.slot, FILLED] = block.generation
+            raise
 
     def fetch(self, block: Block) -> Fetched:
         memory = self._theirs

@@ -284,6 +284,21 @@ async def test_a_peer_without_a_lane() -> None:
         ends.close()
 
 
+async def test_a_copy_that_fails_fails_its_sender_and_stops_no_reader() -> None:
+    async with Ends.opened("cuda_ipc") as ends:
+        memory = ours(ends)
+
+        def fail(*_arguments: Any) -> None:
+            raise DeviceError("cuMemcpyDtoDAsync failed: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+        memory.copy_in = fail
+        ends.types[1] = torch.Tensor
+        with pytest.raises(DeviceError, match="ILLEGAL"):
+            ends.a.send_item(1, 7, 0, torch.zeros(9))
+        await ends.at_b.item()
+        assert not theirs(ends).waits_for_ever()
+
+
 @pytest.mark.parametrize("kind", LANES)
 async def test_a_link_that_is_closed_while_its_lane_opens(kind: str) -> None:
     for turns in (0, 1, 3):

@@ -255,6 +255,12 @@ def test_tensor_parallel_stages_take_as_many_gpus() -> None:
     assert devices(found) == {"a": ("gpu:0", "gpu:1", "gpu:2", "gpu:3"), "b": ("gpu:4",)}
 
 
+def test_the_gpus_of_a_host_are_in_their_order() -> None:
+    cluster = Cluster("many", 64, 0, (Gpu("any", GIB),) * 12)
+    found = plan(chain(("a", Light, {"device": "gpu:8", "tp": 4})), cluster)
+    assert devices(found) == {"a": ("gpu:8", "gpu:9", "gpu:10", "gpu:11")}
+
+
 def test_a_gpu_by_number() -> None:
     found = plan(
         chain(("a", Light, {"device": "gpu:3", "tp": 2}), ("b", Light, {"device": "gpu:3"})), cluster_named("8xh200")
