@@ -118,9 +118,12 @@ Content = TextContent | AudioContent | AudioUrlContent | ImageContent | VideoCon
 
 
 class AudioRef(Struct, frozen=True):
-    """What the assistant said aloud in an earlier turn."""
+    """What the assistant said aloud in an earlier turn. Clients that send back all of it send its `transcript`, too:
+    that is what counts where the id has expired.
+    """
 
     id: str
+    transcript: str | None = None
 
 
 class WrittenCall(Struct, frozen=True):
@@ -138,10 +141,11 @@ class MessageToolCall(Struct, frozen=True, tag="function", tag_field="type"):
 
 
 class Message(Struct, frozen=True):
-    """One turn. An assistant's may have `audio` or `tool_calls` in place of `content`."""
+    """One turn. An assistant's may have `audio`, `refusal` or `tool_calls` in place of `content`."""
 
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: str | Annotated[list[Content], Meta(min_length=1)] | None = None
+    refusal: str | None = None
     audio: AudioRef | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -347,8 +351,10 @@ def _answered_call(message: Message, at: str, known: set[str]) -> str | None:
 
 def _parts(message: Message, at: str, transcripts: Transcripts, fetched: Mapping[str, Fetched]) -> tuple[Part, ...]:
     if message.audio is not None and message.role == "assistant":
-        return (TextPart(_transcript(message.audio.id, f"{at}.audio.id", transcripts)),)
+        return (TextPart(_transcript(message.audio, f"{at}.audio.id", transcripts)),)
     if message.content is None:
+        if message.refusal is not None and message.role == "assistant":
+            return (TextPart(message.refusal),)
         if message.tool_calls:
             return ()
         raise InvalidInputError(f"{at}.content: is required", param=f"{at}.content")
@@ -357,11 +363,12 @@ def _parts(message: Message, at: str, transcripts: Transcripts, fetched: Mapping
     return tuple(_part(content, f"{at}.content[{i}]", fetched) for i, content in enumerate(message.content))
 
 
-def _transcript(audio_id: str, at: str, transcripts: Transcripts) -> str:
-    transcript = transcripts.find(audio_id)
+def _transcript(audio: AudioRef, at: str, transcripts: Transcripts) -> str:
+    kept = transcripts.find(audio.id)
+    transcript = audio.transcript if kept is None else kept
     if transcript is None:
         raise InvalidInputError(
-            f"{at}: {audio_id!r} is unknown or has expired; send its transcript as content", param=at
+            f"{at}: {audio.id!r} is unknown or has expired; send its transcript as content", param=at
         )
     return transcript
 

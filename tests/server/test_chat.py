@@ -536,6 +536,16 @@ async def test_calls_and_their_results_reach_the_graph(client: httpx.AsyncClient
     )
 
 
+async def test_an_assistants_turn_as_clients_send_it_back(client: httpx.AsyncClient, runtime: ScriptedRuntime) -> None:
+    first = (await client.post("/v1/chat/completions", json=ALOUD)).json()["choices"][0]["message"]
+    expired = {"role": "assistant", "content": None, "audio": {"id": "audio_gone", "transcript": "I said."}}
+    refused = {"role": "assistant", "content": None, "refusal": "I will not."}
+    mine = {**first, "audio": {**first["audio"], "transcript": "Somebody else said."}}
+    assert (await post(client, messages=[*HI["messages"], mine, expired, refused])).status_code == 200
+    said = [message.parts for message in runtime.submissions[-1].value.messages]  # type: ignore[attr-defined]
+    assert said[1:] == [(TextPart("Hello."),), (TextPart("I said."),), (TextPart("I will not."),)]
+
+
 CALLS: list[Any] = [
     Output("tool_calls", ToolCallDelta(0, "", "call_1", "weather")),
     Output("tool_calls", ToolCallDelta(0, '{"city":')),

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from omniflow.server.chat_request import ChatRequest
+from omniflow.server.chat_request import ChatRequest, Message
 
 from .scripted import ScriptedRuntime
 
@@ -100,6 +100,9 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "audio": {}}]}, "messages[0].audio.id"),
     ({"messages": [{"role": "assistant", "audio": {"id": 5}}]}, "messages[0].audio.id"),
     ({"messages": [{"role": "assistant", "audio": "audio_1"}]}, "messages[0].audio"),
+    ({"messages": [{"role": "assistant", "audio": {"id": "a", "transcript": 5}}]}, "messages[0].audio.transcript"),
+    ({"messages": [{"role": "assistant", "refusal": 5}]}, "messages[0].refusal"),
+    ({"messages": [{"role": "user", "refusal": "no"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [call()]}]}, "messages[0].tool_calls"),
     (assistant(5), CALL),
     (assistant({}), f"{CALL}.id"),
@@ -330,6 +333,16 @@ async def test_what_is_nested_deeply_breaks_nothing(client: httpx.AsyncClient, d
 )
 async def test_what_is_quoted_is_cut(client: httpx.AsyncClient, change: dict[str, Any], status: int) -> None:
     assert len((await refused(client, change, status))["message"]) <= 2003
+
+
+async def test_every_optional_field_may_be_null(client: httpx.AsyncClient) -> None:
+    """By itself, and all together; also those within messages."""
+    optional = [field.encode_name for field in msgspec.structs.fields(ChatRequest) if not field.required]
+    within = {field.encode_name: None for field in msgspec.structs.fields(Message) if not field.required}
+    message = [{**within, "role": "user", "content": "hi"}]
+    for change in ({}, *({name: None} for name in optional), dict.fromkeys(optional)):
+        response = await client.post("/v1/chat/completions", json=HI | change | {"messages": message})
+        assert response.status_code == 200, response.text
 
 
 def test_every_field_has_a_case() -> None:
