@@ -25,7 +25,8 @@ from omniflow.server.realtime.audio import HEARD_HZ, Pcm16
 from omniflow.server.realtime.ears import Ears
 from omniflow.server.realtime.hearing import Listen, Transcribe
 from omniflow.server.realtime.outbox import Outbox
-from omniflow.server.realtime.protocol import Protocol, Respond, Stop, error_detail
+from omniflow.server.realtime.protocol import Protocol
+from omniflow.server.realtime.responses import Respond, Stop, error_detail
 from omniflow.server.realtime.server_events import ErrorEvent
 from omniflow.server.scopes import unwrapped
 from omniflow.server.service import Service

@@ -15,7 +15,8 @@ from omniflow.server.exchange import exchange_of
 from omniflow.server.keys import key_of
 from omniflow.server.realtime.connection import REFUSED, Connection
 from omniflow.server.realtime.ears import Ears, Model
-from omniflow.server.realtime.protocol import Abilities, Bounds, Protocol, error_detail
+from omniflow.server.realtime.protocol import Bounds, Protocol
+from omniflow.server.realtime.responses import Abilities, error_detail
 from omniflow.server.realtime.server_events import ErrorEvent
 from omniflow.server.realtime.settings import Session, Transcription, updated
 from omniflow.server.realtime.sockets import Sockets

@@ -256,6 +256,11 @@ class Conversation:
         surplus = max(0, len(self._order) - self._max_items)
         return [entry.id for entry in self if entry.status != "in_progress"][:surplus]
 
+    def drop_answered_sound(self) -> None:
+        """Forget the sound of what was said before the last answer and is known in words: it is not asked for again."""
+        for at in range(_last_answer(list(self))):
+            self._entries[self._order[at]].drop_known_sound()
+
     def spare_sound(self) -> None:
         """Forget the oldest sound beyond the limit: what is not known in words then, is lost."""
         left = self._max_samples
@@ -274,7 +279,7 @@ def chat_of(instructions: str, entries: Iterable[Entry]) -> Chat:
     The user's last turn is sound where there is sound; what was said before is words where they are known.
     """
     items = list(entries)
-    last_answer = max((at for at, entry in enumerate(items) if _is_answer(entry)), default=-1)
+    last_answer = _last_answer(items)
     messages = [ChatMessage("system", (TextPart(instructions),))] if instructions else []
     for at, entry in enumerate(items):
         message = _message(entry, aloud=at > last_answer)
@@ -287,8 +292,10 @@ def chat_of(instructions: str, entries: Iterable[Entry]) -> Chat:
     return Chat(tuple(messages))
 
 
-def _is_answer(entry: Entry) -> bool:
-    return entry.role == "assistant" or entry.type != "message"
+def _last_answer(entries: list[Entry]) -> int:
+    """Where the last item stands that the user has not said; -1 where there is none."""
+    answers = (at for at, entry in enumerate(entries) if entry.role == "assistant" or entry.type != "message")
+    return max(answers, default=-1)
 
 
 def _message(entry: Entry, *, aloud: bool) -> ChatMessage | None:

@@ -16,62 +16,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from omniflow.errors import (
-    InvalidInputError,
-    OverloadedError,
-    ProtocolError,
-    RequestError,
-    UnavailableError,
-    UnsupportedError,
-)
-from omniflow.media import AudioChunk, Chat, Generated, Options, TextDelta, ToolCallDelta
+from omniflow.errors import InvalidInputError, OverloadedError, RequestError, UnsupportedError
 from omniflow.server.failures import ModelNotFoundError
 from omniflow.server.realtime import client_events as client
 from omniflow.server.realtime import server_events as events
-from omniflow.server.realtime.answers import Answer, Ending, Manner
+from omniflow.server.realtime.audio import HEARD_HZ, Pcm16
 from omniflow.server.realtime.hearing import Hearing, Listen, Transcribe
-from omniflow.server.realtime.items import Conversation, Entry, Heard, ItemError, Spoken, chat_of, entry_of
-from omniflow.server.realtime.server_events import ErrorDetail, ServerEvent, StatusDetails, new_id
-from omniflow.server.realtime.settings import FunctionTool, NamedTool, Session, ToolChoice, updated, view
+from omniflow.server.realtime.items import Conversation, Heard, Spoken, entry_of
+from omniflow.server.realtime.responses import Abilities, Respond, Responses, Stop, error_detail
+from omniflow.server.realtime.server_events import ServerEvent, new_id
+from omniflow.server.realtime.settings import Session, updated, view
 from omniflow.server.realtime.turns import ServerVad
 
-_MOST_BESIDE = 4
-"""Responses beside the conversation that run at once."""
 _MOST_WRITTEN = 8
 """Transcriptions that run at once."""
 
 
-class Respond(NamedTuple):
-    """To do: ask the graph."""
-
-    response_id: str
-    chat: Chat
-    outputs: frozenset[str]
-    options: Options
-    speech_ended: bool
-    """True where it answers a turn that has just been detected."""
-
-
-class Stop(NamedTuple):
-    """To do: stop a `Respond`; what it still gives is dropped anyway."""
-
-    response_id: str
-
-
 Work = Respond | Stop | Transcribe | Listen
-
-
-class Abilities(NamedTuple):
-    """What the graph can do."""
-
-    models: frozenset[str]
-    outputs: frozenset[str]
-    """Of its input `chat`."""
-    transcribes: bool
 
 
 class Bounds(NamedTuple):
@@ -79,18 +44,6 @@ class Bounds(NamedTuple):
 
     items: int = 1000
     buffer_s: float = 120.0
-
-
-class ActiveResponseError(InvalidInputError):
-    """A response of the conversation runs, and there is one at a time."""
-
-    code = "conversation_already_has_active_response"
-
-
-class NoResponseError(InvalidInputError):
-    """Nothing to cancel."""
-
-    code = "response_cancel_not_active"
 
 
 class Protocol:
@@ -108,19 +61,15 @@ class Protocol:
             session = msgspec.structs.replace(session, output_modalities=("text",))
         self.id = new_id("sess")
         self.session = session
-        self.due_s: float | None = None
         self._abilities = abilities
         self._expires_at = expires_at
         self._clock = clock
         self._events: list[ServerEvent] = []
-        self._work: list[Work] = []
-        self._conversation = Conversation(bounds.items, int(2 * bounds.buffer_s * 16_000))
-        self._hearing = Hearing(session, self._conversation, self._events.append, bounds.buffer_s)
-        self._answers: dict[str, Answer] = {}
-        self._first_sound_s: dict[str, float] = {}
+        emit = self._events.append
+        self._conversation = Conversation(bounds.items, int(2 * bounds.buffer_s * HEARD_HZ))
+        self._hearing = Hearing(session, self._conversation, emit, bounds.buffer_s)
+        self._responses = Responses(session, self._conversation, abilities, emit, clock)
         self._num_writing = 0
-        self._waiting = False
-        self._leaving = False
         self._events.append(events.SessionCreated(session=self._view()))
 
     def take(self) -> tuple[list[ServerEvent], list[Work]]:
@@ -129,34 +78,37 @@ class Protocol:
             self._conversation.delete(id)
             self._events.append(events.ItemDeleted(item_id=id))
         self._conversation.spare_sound()
-        self._take_writing()
-        sent, todo = list(self._events), list(self._work)
+        work = [*self._responses.work, *self._take_writing()]
+        self._responses.work.clear()
+        sent = list(self._events)
         self._events.clear()
-        self._work.clear()
-        return sent, todo
+        return sent, work
 
-    def _take_writing(self) -> None:
-        for task in self._hearing.work:
-            if isinstance(task, Listen):
-                if self._abilities.transcribes:
-                    self._work.append(task)
-            elif not self._abilities.transcribes:
-                self._not_written(task.item_id, UnsupportedError("this graph does not transcribe"))
-            elif self._num_writing >= _MOST_WRITTEN:
-                self._not_written(task.item_id, OverloadedError("too many turns of this session wait for their words"))
-            else:
-                self._num_writing += 1
-                self._work.append(task)
-        self._hearing.work.clear()
+    def _take_writing(self) -> list[Listen | Transcribe]:
+        wanted, self._hearing.work = self._hearing.work, []
+        return [task for task in wanted if self._is_written(task)]
+
+    def _is_written(self, task: Listen | Transcribe) -> bool:
+        """False where it cannot be; the client is told."""
+        if isinstance(task, Listen):
+            return self._abilities.transcribes
+        if not self._abilities.transcribes:
+            self._not_written(task.item_id, UnsupportedError("this graph does not transcribe"))
+        elif self._num_writing >= _MOST_WRITTEN:
+            self._not_written(task.item_id, OverloadedError("too many turns of this session wait for their words"))
+        else:
+            self._num_writing += 1
+            return True
+        return False
 
     @property
     def idle(self) -> bool:
         """True while no response runs, and nothing is being written down."""
-        return not self._answers and not self._num_writing
+        return self._responses.idle and not self._num_writing
 
     def leave(self) -> None:
         """The server drains: what runs may end, nothing new begins."""
-        self._leaving = True
+        self._responses.leaving = True
 
     # -- the client ------------------------------------------------------------------------------------------------
 
@@ -195,9 +147,9 @@ class Protocol:
             case client.ItemTruncate():
                 self._truncate(event)
             case client.ResponseCreate(response=params):
-                self._respond(params or client.ResponseParams())
+                self._responses.create(params or client.ResponseParams())
             case client.ResponseCancel(response_id=id):
-                self._cancel_asked(id)
+                self._responses.cancel(id)
 
     def _refuse(self, error: RequestError, event_id: str | None) -> None:
         self._events.append(events.ErrorEvent(error=error_detail(error, event_id)))
@@ -209,18 +161,12 @@ class Protocol:
         if new.model != self.session.model and new.model not in self._abilities.models:
             raise ModelNotFoundError(f"model {new.model!r} is not served here", param="session.model")
         if new.speaks and not self.session.speaks:
-            self._require("audio", "session.output_modalities")
+            self._responses.require("audio", "session.output_modalities")
         if new.tools and not self.session.tools:
-            self._require("tool_calls", "session.tools")
-        self.session = new
+            self._responses.require("tool_calls", "session.tools")
+        self.session = self._responses.session = new
         self._hearing.configure(new)
-        self._schedule_idle()
         self._events.append(events.SessionUpdated(session=self._view()))
-
-    def _require(self, output: str, param: str) -> None:
-        if output not in self._abilities.outputs:
-            what = {"audio": "speech", "tool_calls": "calls of tools"}[output]
-            raise UnsupportedError(f"{param}: this graph gives no {what}", param=param)
 
     def _view(self) -> dict[str, Any]:
         return view(self.session, self.id, self._expires_at)
@@ -252,7 +198,7 @@ class Protocol:
 
     # -- the user's speech -----------------------------------------------------------------------------------------
 
-    def frames(self) -> Any:
+    def frames(self) -> Pcm16:
         """Samples that are to be judged, whole frames; see `heard`."""
         return self._hearing.frames()
 
@@ -264,28 +210,11 @@ class Protocol:
             if detection is None:
                 return
             if heard == "started":
-                self.due_s = None
                 if detection.interrupt_response:
-                    self._interrupt()
+                    self._responses.interrupt()
+                self._responses.quiet_since_s = None
             elif heard == "stopped" and detection.create_response:
-                self._answer_turn()
-
-    def _interrupt(self) -> None:
-        self._waiting = False
-        for answer in list(self._answers.values()):
-            if answer.in_conversation:
-                self._cancel(answer, "turn_detected")
-
-    def _answer_turn(self) -> None:
-        if self.session.type != "realtime" or self._leaving:
-            return
-        if self._active is not None:
-            self._waiting = True
-            return
-        try:
-            self._begin(client.ResponseParams(), speech_ended=True)
-        except InvalidInputError as error:
-            self._refuse(error, None)
+                self._responses.answer_turn()
 
     def understood(self, pause: int, text: str) -> None:
         """What was said before a pause, as a `Listen` asked."""
@@ -322,175 +251,32 @@ class Protocol:
 
     # -- responses -------------------------------------------------------------------------------------------------
 
-    @property
-    def _active(self) -> Answer | None:
-        """The response of the conversation that runs."""
-        return next((answer for answer in self._answers.values() if answer.in_conversation), None)
-
-    def _respond(self, params: client.ResponseParams) -> None:
-        if self.session.type != "realtime":
-            raise UnsupportedError("type: a transcription session gives no responses", param="type")
-        if self._leaving:
-            raise UnavailableError("the server is about to stop; connect again")
-        if params.conversation == "none":
-            if sum(not answer.in_conversation for answer in self._answers.values()) >= _MOST_BESIDE:
-                raise OverloadedError(f"{_MOST_BESIDE} responses run beside the conversation; wait for one to end")
-        elif params.conversation not in (None, "auto"):
-            message = "response.conversation: expected 'auto' or 'none'"
-            raise InvalidInputError(message, param="response.conversation")
-        elif self._active is not None:
-            message = f"the conversation has an active response: {self._active.id}; wait for its end, or cancel it"
-            raise ActiveResponseError(message)
-        self._begin(params, speech_ended=False)
-
-    def _begin(self, params: client.ResponseParams, *, speech_ended: bool) -> None:
-        """Ask the graph. Raises InvalidInputError before anything of the response is seen."""
-        session = self.session
-        aloud = session.speaks if params.output_modalities is None else "audio" in params.output_modalities
-        if aloud:
-            self._require("audio", "response.output_modalities")
-        tools = session.tools if params.tools is None else params.tools
-        if tools:
-            self._require("tool_calls", "response.tools")
-        chat = chat_of(_first(params.instructions, session.instructions), self._context(params))
-        manner = self._manner(params, aloud=aloud)
-        answer = Answer(manner, None if params.conversation == "none" else self._conversation, self._events.append)
-        self._answers[answer.id] = answer
-        self._waiting = False
-        self.due_s = None
-        wanted = {"text", "usage"} | ({"audio"} if aloud else set()) | ({"tool_calls"} if tools else set())
-        outputs = frozenset(wanted & self._abilities.outputs)
-        options = self._options(params, manner, tools)
-        self._work.append(Respond(answer.id, chat, outputs, options, speech_ended))
-
-    def _context(self, params: client.ResponseParams) -> list[Entry]:
-        if params.input is None:
-            return list(self._conversation)
-        format = self.session.audio.input.format
-        entries = []
-        for at, item in enumerate(params.input):
-            where = f"response.input[{at}]"
-            if isinstance(item, client.ReferenceIn):
-                entries.append(self._conversation.find(item.id, "item_reference_invalid_item_id", f"{where}.id"))
-            else:
-                entries.append(entry_of(item, format, where))
-        return entries
-
-    def _manner(self, params: client.ResponseParams, *, aloud: bool) -> Manner:
-        output = self.session.audio.output
-        asked = params.audio.output if params.audio is not None else None
-        return Manner(
-            aloud=aloud,
-            format=_first(asked.format if asked else None, output.format),
-            voice=_first(asked.voice if asked else None, output.voice),
-            max_output_tokens=_first(params.max_output_tokens, self.session.max_output_tokens),
-            metadata=params.metadata,
-        )
-
-    def _options(self, params: client.ResponseParams, manner: Manner, tools: tuple[FunctionTool, ...]) -> Options:
-        choice: ToolChoice = _first(params.tool_choice, self.session.tool_choice)
-        mode: Literal["auto", "none", "required"] = "required" if isinstance(choice, NamedTool) else choice
-        return Options(
-            max_tokens=None if manner.max_output_tokens == "inf" else manner.max_output_tokens,
-            voice=None if manner.voice == "default" else manner.voice,
-            speed=self.session.audio.output.speed,
-            tools=tuple(tool.for_graph() for tool in tools),
-            tool_choice=mode if tools else "auto",
-            tool_name=choice.name if isinstance(choice, NamedTool) and tools else None,
-            parallel_tool_calls=_first(params.parallel_tool_calls, self.session.parallel_tool_calls),
-        )
-
-    def _cancel_asked(self, id: str | None) -> None:
-        answer = self._active if id is None else self._answers.get(id)
-        if answer is None:
-            raise NoResponseError("Cancellation failed: no active response found", param="response_id" if id else None)
-        self._cancel(answer, "client_cancelled")
-        self._after_response()
-
-    def _cancel(self, answer: Answer, reason: Literal["turn_detected", "client_cancelled"]) -> None:
-        self._work.append(Stop(answer.id))
-        self._end(answer, "cancelled", StatusDetails("cancelled", reason=reason))
-
-    # -- what the graph gives --------------------------------------------------------------------------------------
-
     def output(self, response_id: str, value: object) -> None:
         """More of a response."""
-        answer = self._answers.get(response_id)
-        if answer is None:
-            return
-        try:
-            match value:
-                case TextDelta(text=text):
-                    answer.text(text)
-                case AudioChunk():
-                    self._first_sound_s.setdefault(response_id, self._clock())
-                    answer.sound(value)
-                case ToolCallDelta():
-                    answer.call(value)
-                case Generated():
-                    answer.generated = value
-        except ProtocolError as error:
-            self._work.append(Stop(response_id))
-            self.failed(response_id, error)
+        self._responses.output(response_id, value)
 
     def ended(self, response_id: str) -> None:
         """A response has come to its end."""
-        answer = self._answers.get(response_id)
-        if answer is None:
-            return
-        if answer.generated is not None and answer.generated.finish_reason == "length":
-            self._end(answer, "incomplete", StatusDetails("incomplete", reason="max_output_tokens"))
-        else:
-            self._end(answer, "completed", None)
-        self._after_response()
+        self._responses.ended(response_id)
 
     def failed(self, response_id: str, error: RequestError) -> None:
         """A response could not be given, or not all of it."""
-        answer = self._answers.get(response_id)
-        if answer is not None:
-            self._end(answer, "failed", StatusDetails("failed", error=error_detail(error, None)))
-            self._after_response()
-
-    def _end(self, answer: Answer, status: Ending, details: StatusDetails | None) -> None:
-        del self._answers[answer.id]
-        answer.end(status, details)
-        began_s = self._first_sound_s.pop(answer.id, None)
-        played_s = self._clock() if began_s is None else began_s + answer.audio_s
-        for entry in self._conversation:
-            entry.drop_known_sound()
-        self._schedule_idle(max(played_s, self._clock()))
-
-    def _after_response(self) -> None:
-        if self._waiting and self._active is None:
-            self._answer_turn()
+        self._responses.failed(response_id, error)
 
     # -- time ------------------------------------------------------------------------------------------------------
 
-    def _schedule_idle(self, since_s: float | None = None) -> None:
-        """The user's silence is counted from the end of what was said, where the session asks for it."""
+    @property
+    def due_s(self) -> float | None:
+        """When the user will have been silent for too long, by the clock; None: never, as things are."""
         detection = self.session.audio.input.turn_detection
         timeout_ms = detection.idle_timeout_ms if isinstance(detection, ServerVad) else None
-        if timeout_ms is None:
-            self.due_s = None
-        elif since_s is not None and self._active is None and not self._hearing.speaking:
-            self.due_s = since_s + timeout_ms / 1000
+        since_s = self._responses.quiet_since_s
+        return since_s + timeout_ms / 1000 if timeout_ms is not None and since_s is not None else None
 
     def tick(self) -> None:
-        """It is `due_s`: the user has been silent for too long."""
-        if self.due_s is None or self._clock() < self.due_s:
-            return
-        self.due_s = None
-        if self._active is None and not self._hearing.speaking:
+        """It is `due_s`, or not yet."""
+        due_s = self.due_s
+        if due_s is not None and self._clock() >= due_s:
+            self._responses.quiet_since_s = None
             self._hearing.commit_silence()
-            self._answer_turn()
-
-
-def error_detail(error: RequestError, event_id: str | None) -> ErrorDetail:
-    """`error` as clients read it."""
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    code = error.item_code if isinstance(error, ItemError) else error.code
-    return ErrorDetail(kind, str(error), code, error.param, event_id)
-
-
-def _first(asked: Any, otherwise: Any) -> Any:
-    return otherwise if asked is None else asked
+            self._responses.answer_turn()

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from omniflow.server.realtime.hearing import Listen, Transcribe
-from omniflow.server.realtime.protocol import Abilities, Bounds, Protocol, Respond, Stop, Work
+from omniflow.server.realtime.protocol import Bounds, Protocol, Work
+from omniflow.server.realtime.responses import Abilities, Respond, Stop
 from omniflow.server.realtime.settings import Session, updated
 from omniflow.server.realtime.turns import FRAME_SAMPLES
 

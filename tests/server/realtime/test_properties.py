@@ -174,7 +174,7 @@ class Sessions(RuleBasedStateMachine):
 
     @invariant()
     def one_response_of_the_conversation(self) -> None:
-        running = self.machine.protocol._answers.values()
+        running = self.machine.protocol._responses._answers.values()
         assert sum(answer.in_conversation for answer in running) <= 1 and len(running) <= 5
         assert {answer.id for answer in running} == self.machine.reader.open_responses
         assert self.machine.protocol._num_writing == len(self.machine.transcribes) <= 8
@@ -182,12 +182,12 @@ class Sessions(RuleBasedStateMachine):
     def teardown(self) -> None:
         """All that is still open can be ended, and a plain turn works."""
         machine = self.machine
-        for answer in list(machine.protocol._answers.values()):
+        for answer in list(machine.protocol._responses._answers.values()):
             machine.send("response.cancel", response_id=answer.id)
         machine.send("session.update", session={"type": "realtime", "output_modalities": ["text"], "tools": []})
-        for answer in list(machine.protocol._answers.values()):
+        for answer in list(machine.protocol._responses._answers.values()):
             machine.send("response.cancel", response_id=answer.id)
-        assert machine.protocol.idle and not machine.reader.open_responses
+        assert machine.protocol._responses.idle and not machine.reader.open_responses
         task = machine.ask("still there?")
         (done,) = [event for event in machine.gives(task, TextDelta("yes")) if event["type"] == "response.done"]
         assert done["response"]["output"][0]["content"][0]["text"] == "yes"
