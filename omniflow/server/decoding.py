@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import AsyncGenerator, Iterator
-from typing import TYPE_CHECKING, BinaryIO
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import anyio.to_thread
 import numpy as np
@@ -16,6 +16,7 @@ from omniflow.media import AudioChunk
 if TYPE_CHECKING:
     import av
     from av.audio.frame import AudioFrame
+    from av.codec.context import CodecContext
     from av.container import InputContainer
 
 SAMPLE_RATE_HZ = 16_000
@@ -44,12 +45,8 @@ class Clip:
         self._num_samples = 0
         self._reached_s = 0.0
         self._container = _opened(file)
-        try:
-            self._frames = self._decoded(self._container)
-            self._stated_s = _stated_s(self._container)
-        except InvalidInputError:
-            self._container.close()
-            raise
+        self._frames = self._decoded(self._container)
+        self._stated_s = _stated_s(self._container)
 
     @property
     def seconds(self) -> float:
@@ -103,7 +100,7 @@ class Clip:
 
         stream = container.streams.audio[0]
         stream.codec_context.thread_type = "NONE"  # one core a file, whoever else sends one
-        mono = av.AudioResampler("flt", "mono", SAMPLE_RATE_HZ)
+        mixer = _Mixer()
         begun = False
         for packet in container.demux(stream):
             try:
@@ -116,9 +113,31 @@ class Clip:
             for frame in frames:
                 begun = True
                 self._reached_s = (frame.time or 0.0) + frame.samples / frame.sample_rate
-                yield from _samples(mono, frame)
-        if begun:
-            yield from _samples(mono, None)
+                yield from mixer.mix(frame)
+        yield from mixer.rest()
+
+
+class _Mixer:
+    """Frames of any form, which may change amid a file, as mono sound at 16 kHz."""
+
+    def __init__(self) -> None:
+        self._form: tuple[str, str, int] | None = None
+        self._resampler: av.AudioResampler | None = None
+
+    def mix(self, frame: AudioFrame) -> Iterator[np.ndarray]:
+        """What `frame` adds."""
+        import av
+
+        form = (frame.format.name, frame.layout.name, frame.sample_rate)
+        if self._resampler is None or form != self._form:
+            yield from self.rest()
+            self._form, self._resampler = form, av.AudioResampler("flt", "mono", SAMPLE_RATE_HZ)
+        yield from _samples(self._resampler.resample(frame))
+
+    def rest(self) -> Iterator[np.ndarray]:
+        """What the resampler still holds."""
+        if self._resampler is not None:
+            yield from _samples(self._resampler.resample(None))
 
 
 def _opened(file: BinaryIO) -> InputContainer:
@@ -131,9 +150,11 @@ def _opened(file: BinaryIO) -> InputContainer:
         container = av.open(file, "r", options=options, buffer_size=_READ_BYTES, metadata_errors="ignore")
     except av.FFmpegError as error:
         raise InvalidInputError(f"file: cannot be read as audio ({error.strerror}); {_TAKEN}", param="file") from error
-    if not container.streams.audio:
+    sounds = container.streams.audio
+    # Of a codec that FFmpeg does not know, there is a stream without a decoder.
+    if not sounds or cast("CodecContext | None", sounds[0].codec_context) is None:
         container.close()
-        raise InvalidInputError(f"file: holds no sound; {_TAKEN}", param="file")
+        raise InvalidInputError(f"file: holds no sound that can be decoded; {_TAKEN}", param="file")
     return container
 
 
@@ -162,9 +183,9 @@ def _stated_s(container: InputContainer) -> float:
     return (container.duration or 0) / 1e6 if len(container.streams) == 1 else 0.0
 
 
-def _samples(mono: av.AudioResampler, frame: AudioFrame | None) -> Iterator[np.ndarray]:
-    for part in mono.resample(frame):
-        yield np.asarray(part.to_ndarray()[0], np.float32)
+def _samples(frames: Iterable[AudioFrame]) -> Iterator[np.ndarray]:
+    for frame in frames:
+        yield np.asarray(frame.to_ndarray()[0], np.float32)
 
 
 def _broken(error: av.FFmpegError) -> InvalidInputError:

@@ -136,16 +136,13 @@ async def _transcribed(service: Service, call: Call, options: Options) -> AsyncI
             await anyio.to_thread.run_sync(clip.close)
 
 
-async def _stretches(reply: Reply, call: Call) -> AsyncGenerator[Transcript]:
-    async for _, stretch in reply:
-        call.times.stamp(TextDelta(stretch.text))
-        yield stretch
-
-
 async def _send_whole(
     reply: Reply, clip: Clip, call: Call, response_format: ResponseFormat | None, shape: Shape
 ) -> None:
-    stretches = [stretch async for stretch in _stretches(reply, call)]
+    stretches = []
+    async for _, stretch in reply:
+        call.times.stamp(TextDelta(stretch.text))
+        stretches.append(stretch)
     media_type, form = FORMS[response_format or "json"]
     await call.send(form(Result(stretches, clip.seconds), shape), media_type)
 
@@ -153,7 +150,8 @@ async def _send_whole(
 async def _events(reply: Reply, clip: Clip, call: Call) -> AsyncGenerator[bytes]:
     """Server-sent events; the `done` event ends a text that is whole, and only that."""
     stretches: list[Transcript] = []
-    async for stretch in _stretches(reply, call):
+    async for _, stretch in reply:
+        call.times.stamp(TextDelta(stretch.text))
         yield event(TranscriptDelta(f" {stretch.text}" if stretches else stretch.text))
         stretches.append(stretch)
     result = Result(stretches, clip.seconds)
