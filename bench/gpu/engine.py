@@ -18,9 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ import torch
 
 from actors.thinker import GATHER_S
 from omniflow.engine.base import EngineRequest, Sampling
-from omniflow.engine.loop import EngineLoop
+from omniflow.engine.loop import Command, EngineLoop
 
 LLAMAS = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
@@ -113,17 +111,6 @@ async def actor_round(loop: Any, asked: list[list[int]], tokens: int) -> dict[st
     return summary(first, time.perf_counter() - begin, len(asked), tokens)
 
 
-class Lent:
-    """An engine lent to an EngineLoop, which must not close it; `enter` makes its stream that of the new thread."""
-
-    def __init__(self, engine: Any, enter: Callable[[], None]) -> None:
-        enter()
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return (lambda: None) if name == "close" else getattr(self._engine, name)
-
-
 def with_sglangs_streamer(scheduler: Any) -> Any:
     """SGLang's own streamer for `scheduler`, beside ours; its messages go to `scheduler.messages`."""
     from sglang.srt.managers.scheduler import Scheduler
@@ -142,50 +129,51 @@ def with_sglangs_streamer(scheduler: Any) -> Any:
     return theirs
 
 
-def compare(engine: Any, batches: list[int], tokens: int, rounds: int) -> dict[str, Any]:
-    scheduler = engine._scheduler
-    ours = scheduler.output_streamer
-    theirs = with_sglangs_streamer(scheduler)
-    stream = torch.cuda.current_stream()
-    results: dict[str, Any] = {"ttft_alone": first_tokens(engine, ours, theirs, stream, 4 * rounds)}
-    print("ttft", json.dumps(results["ttft_alone"]), flush=True)
+class Rounds:
+    """Rounds of both kinds in the thread of one EngineLoop, on one scheduler, in turns."""
+
+    def __init__(self, loop: EngineLoop, engine: Any) -> None:
+        self._loop = loop
+        self._scheduler = engine._scheduler
+        self._ours = self._scheduler.output_streamer
+        self._theirs = with_sglangs_streamer(self._scheduler)
+        self._number = 0
+
+    def _prompts(self, count: int) -> list[list[int]]:
+        self._number += 1
+        return prompts(count, self._number)
+
+    async def bare(self, batch: int, tokens: int) -> dict[str, float]:
+        asked, done = self._prompts(batch), asyncio.get_running_loop().create_future()
+
+        def run(_: object) -> None:
+            self._ours.stream_output = self._theirs.stream_output
+            found = bare_round(self._scheduler, asked, tokens)
+            del self._ours.stream_output
+            done.get_loop().call_soon_threadsafe(done.set_result, found)
+
+        self._loop._send(Command("", run))
+        found: dict[str, float] = await done
+        return found
+
+    async def actor(self, batch: int, tokens: int) -> dict[str, float]:
+        return await actor_round(self._loop, self._prompts(batch), tokens)
+
+
+async def compare(rounds: Rounds, batches: list[int], tokens: int, count: int) -> dict[str, Any]:
+    alone = [(await rounds.bare(1, 4), await rounds.actor(1, 4)) for _ in range(5 * count + 2)][2:]
+    firsts = {
+        name: statistics.median(pair[at]["ttft_ms"] for pair in alone) for at, name in enumerate(("bare", "actor"))
+    }
+    results: dict[str, Any] = {"ttft_alone_ms": firsts | {"added": firsts["actor"] - firsts["bare"]}}
+    print(json.dumps(results), flush=True)
     for batch in batches:
-        rows: dict[str, list[dict[str, float]]] = {"bare": [], "actor": []}
-        for number in range(rounds + 1):
-            ours.stream_output = theirs.stream_output
-            bare = bare_round(scheduler, prompts(batch, 2 * number), tokens)
-            del ours.stream_output
-            actor = asyncio.run(in_loop(engine, stream, prompts(batch, 2 * number + 1), tokens))
-            if number:  # the first of each is warm-up
-                rows["bare"].append(bare)
-                rows["actor"].append(actor)
-        medians = {name: median_of(each) for name, each in rows.items()}
+        pairs = [(await rounds.bare(batch, tokens), await rounds.actor(batch, tokens)) for _ in range(count + 1)][1:]
+        medians = {"bare": median_of([bare for bare, _ in pairs]), "actor": median_of([actor for _, actor in pairs])}
         medians["ratio"] = {"tokens_per_s": medians["actor"]["tokens_per_s"] / medians["bare"]["tokens_per_s"]}
-        medians["added"] = {"ttft_ms": medians["actor"]["ttft_ms"] - medians["bare"]["ttft_ms"]}
         results[str(batch)] = medians
         print(batch, json.dumps(medians), flush=True)
     return results
-
-
-def first_tokens(engine: Any, ours: Any, theirs: Any, stream: Any, rounds: int) -> dict[str, float]:
-    """Milliseconds to the first token of one request that has the engine for itself."""
-    bare, actor = [], []
-    for number in range(rounds + 2):
-        ours.stream_output = theirs.stream_output
-        bare.append(bare_round(engine._scheduler, prompts(1, 1000 + 2 * number), 4)["ttft_ms"])
-        del ours.stream_output
-        actor.append(asyncio.run(in_loop(engine, stream, prompts(1, 1001 + 2 * number), 4))["ttft_ms"])
-    medians = {"bare_ms": statistics.median(bare[2:]), "actor_ms": statistics.median(actor[2:])}
-    return medians | {"added_ms": medians["actor_ms"] - medians["bare_ms"]}
-
-
-async def in_loop(engine: Any, stream: Any, asked: list[list[int]], tokens: int) -> dict[str, float]:
-    loop = EngineLoop(lambda: Lent(engine, lambda: torch.cuda.set_stream(stream)), gather_s=GATHER_S)
-    await loop.setup()
-    try:
-        return await actor_round(loop, asked, tokens)
-    finally:
-        await loop.close()
 
 
 def median_of(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -193,23 +181,36 @@ def median_of(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def llama(arguments: argparse.Namespace) -> dict[str, Any]:
-    from omniflow.engine.sglang import load_engine
-
     results = {}
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            begin = time.perf_counter()
-            engine = load_engine(
-                llama_folder(size, folder),
+            results[size] = asyncio.run(llama_rounds(llama_folder(size, folder), arguments))
+    return results
+
+
+async def llama_rounds(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    from omniflow.engine.sglang import load_engine
+
+    engines = []
+
+    def build() -> Any:
+        engines.append(
+            load_engine(
+                folder,
                 max_running=max(arguments.batches),
                 kv_tokens=arguments.kv_tokens,
                 dtype="bfloat16",
                 load_format="dummy",
             )
-            print(f"{size}: built in {time.perf_counter() - begin:.1f} s", flush=True)
-            results[size] = compare(engine, arguments.batches, arguments.tokens, arguments.rounds)
-            engine.close()
-            del engine
+        )
+        return engines[0]
+
+    loop = EngineLoop(build, gather_s=GATHER_S)
+    begin = time.perf_counter()
+    await loop.setup()
+    print(f"built in {time.perf_counter() - begin:.1f} s, imports included", flush=True)
+    results = await compare(Rounds(loop, engines.pop()), arguments.batches, arguments.tokens, arguments.rounds)
+    await loop.close()
     return results
 
 
@@ -383,59 +384,51 @@ def copy_bandwidth() -> float:
 
 
 def budgets(arguments: argparse.Namespace) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    engines = {}
-    for name, size, kv_tokens in (("a", "1b", 100_000), ("b", "1b", 40_000)):
-        here, there = context.Pipe()
-        process = context.Process(target=holder, args=(there, size, kv_tokens), daemon=True)
-        process.start()
-        engines[name] = here
-    for pipe in engines.values():
-        assert pipe.recv() == "ready"
-    results = {}
-    for order in ("ab", "ba", "at once"):
-        names = order if len(order) == 2 else "ab"
-        held = {}
-        if order == "at once":
-            for name in names:
-                engines[name].send("build")
-            held = {name: engines[name].recv() for name in names}
-        else:
-            for name in names:
-                engines[name].send("build")
-                held[name] = engines[name].recv()
-        results[order] = held
-        print(order, json.dumps(held), flush=True)
+    """Pairs of new processes: one starts first, the other does, both start at once."""
+    orders = {"ab": "ab", "ba": "ba", "at once": "ab"}
+    pairs = {order: {name: started(name) for name in "ab"} for order in orders}
+    results: dict[str, Any] = {}
+    for order, names in orders.items():
+        pair = pairs[order]
+        for pipe in pair.values():
+            assert pipe.recv() == "ready"
         for name in names:
-            engines[name].send("close")
-            engines[name].recv()
-    for pipe in engines.values():
-        pipe.send("end")
+            pair[name].send("build")
+            if order != "at once":
+                results.setdefault(order, {})[name] = pair[name].recv()
+        if order == "at once":
+            results[order] = {name: pair[name].recv() for name in names}
+        print(order, json.dumps(results[order]), flush=True)
+        for pipe in pair.values():
+            pipe.send("end")
+            pipe.recv()
+    for name in "ab":
+        held = [results[order][name]["bytes"] for order in orders]
+        results[f"spread_{name}"] = max(held) / min(held) - 1
     return results
 
 
+def started(name: str) -> Connection:
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    kv_tokens = {"a": 100_000, "b": 40_000}[name]
+    multiprocessing.get_context("spawn").Process(target=holder, args=(there, "1b", kv_tokens), daemon=True).start()
+    return here
+
+
 def holder(pipe: Connection, size: str, kv_tokens: int) -> None:
-    """A process that builds and closes an engine as it is told, and says what it holds."""
+    """A process that builds an engine when it is told to, and says what it holds."""
     from omniflow.engine.sglang import load_engine
 
     torch.zeros(1, device="cuda")
     pipe.send("ready")
-    engine: Any = None
-    while (command := pipe.recv()) != "end":
-        if command == "close":
-            engine.close()
-            engine = None
-            pipe.send("closed")
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            engine = load_engine(
-                llama_folder(size, folder),
-                max_running=8,
-                kv_tokens=kv_tokens,
-                dtype="bfloat16",
-                load_format="dummy",
-            )
-        pipe.send({"kv_tokens": engine.stats().kv_tokens_total, "bytes": torch.cuda.memory_reserved()})
+    pipe.recv()
+    with tempfile.TemporaryDirectory() as folder:
+        limits: Any = {"max_running": 8, "kv_tokens": kv_tokens}
+        engine = load_engine(llama_folder(size, folder), **limits, dtype="bfloat16", load_format="dummy")
+    pipe.send({"kv_tokens": engine.stats().kv_tokens_total, "bytes": torch.cuda.memory_reserved()})
+    pipe.recv()
+    engine.close()
+    pipe.send("closed")
 
 
 def machine() -> dict[str, Any]:
@@ -463,19 +456,11 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=65536)
     arguments = parser.parse_args()
     part = {"llama": llama, "sglang": sglang, "talker": talker, "budgets": budgets}[arguments.part]
-    results: dict[str, Any] = {}
-    if arguments.part == "sglang":  # it sets signal handlers, which only the main thread may
-        results = part(arguments)
-    else:  # a thread of its own, as in a host: the engine's stream becomes that of the thread which builds it
-        thread = threading.Thread(target=lambda: results.update(part(arguments)))
-        thread.start()
-        thread.join()
-    if arguments.json is not None and results:
+    results = part(arguments)
+    if arguments.json is not None:
         found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
         found |= {"machine": machine(), arguments.part: found.get(arguments.part, {}) | results}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    if not results:
-        raise SystemExit(f"{arguments.part} failed")
 
 
 if __name__ == "__main__":

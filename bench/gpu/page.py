@@ -61,7 +61,7 @@ def one_gpu(parts: dict[str, Any]) -> list[str]:
 
 def two_gpus(parts: dict[str, Any]) -> list[str]:
     names = {
-        "omniflow, nccl": "nccl",
+        "omniflow, nccl": "nccl between GPUs",
         "omniflow, cuda_ipc between GPUs": "cuda_ipc between GPUs",
         "through the host's memory": "host bounce between GPUs",
     }

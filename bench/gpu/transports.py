@@ -514,7 +514,7 @@ def parts() -> dict[str, Callable[[], Any]]:
         found |= {
             "bare torch.distributed": bare_nccl,
             "peer copy in one process": peer_copy,
-            "nccl": lambda: anyio.run(hops, "nccl", 1),
+            "nccl between GPUs": lambda: anyio.run(hops, "nccl", 1),
             "cuda_ipc between GPUs": lambda: anyio.run(hops, "cuda_ipc", 1),
             "host bounce between GPUs": lambda: anyio.run(hops, "host", 1),
             "kill -9 of the reader, nccl": lambda: anyio.run(killed_reader, "nccl", 1),

@@ -39,8 +39,8 @@ def attend_last(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -
     batch, count, heads, dim = query.shape
     length = keys.shape[2]
     if count == 1:  # the heads that share keys are as good as several positions without a mask, and that is one call
-        grouped = query.view(batch, keys.shape[1], -1, dim)
-        return F.scaled_dot_product_attention(grouped, keys, values).view(batch, 1, heads, dim)
+        grouped = query.reshape(batch, keys.shape[1], -1, dim)
+        return F.scaled_dot_product_attention(grouped, keys, values).reshape(batch, 1, heads, dim)
     mask = None
     if count < length:
         mask = torch.ones(count, length, dtype=torch.bool, device=query.device).tril(length - count)

@@ -209,6 +209,8 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
     @DynamicGradMode()  # type: ignore[untyped-decorator]
     def step(self) -> list[Progress]:
         """Run one batch; what requests got by it, or by the batch before it."""
+        if _needs_last_tokens(self.running_batch) or _needs_last_tokens(self.last_batch):
+            self._process_pending()
         plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
         self.running_batch, batch = plan.running_batch, plan.batch_to_run
         if self.enable_overlap:
@@ -222,17 +224,28 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         return progress
 
     def _step_overlapped(self, batch: Any) -> None:
-        now = self.is_disable_overlap_for_batch(batch, last_batch=self.last_batch)
-        if now:
-            self.process_batch_result(*self.result_queue.popleft())
-        result = None
+        if self.result_queue and self.is_disable_overlap_for_batch(batch, last_batch=self.last_batch):
+            self._process_pending()
+        before, result = len(self.result_queue), None
         if batch:
             result = self.run_batch(batch)
             self._apply_war_barrier()
             self.result_queue.append((batch.copy(), result))
-        if self.last_batch and not now:
-            self.process_batch_result(*self.result_queue.popleft())
+        if before:
+            self._process_pending()
         self.launch_batch_sample_if_needed(result, batch)
+
+    def _process_pending(self) -> None:
+        """Hand out the results of the batch before, if that has not been done."""
+        if self.result_queue:
+            self.process_batch_result(*self.result_queue.popleft())
+
+
+def _needs_last_tokens(batch: Any) -> bool:
+    """Whether a request in `batch` has penalties: with overlap SGLang would count each of its tokens a step late."""
+    info = batch.sampling_info if batch is not None else None
+    penalties = info.penalizer_orchestrator if info is not None else None
+    return penalties is not None and bool(penalties.is_required)
 
 
 def _use_plain_operators(model: torch.nn.Module) -> None:

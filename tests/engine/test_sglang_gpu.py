@@ -27,13 +27,12 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def deterministic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+@pytest.fixture
+def deterministic(tmp_path: Path) -> Iterator[SGLangEngine]:
     from omniflow.engine.sglang import load_engine
 
-    folder: Path = tmp_path_factory.mktemp("llama")
-    tiny_llama().save_pretrained(folder)
-    engine = load_engine(folder, dtype="bfloat16", kv_tokens=4096, max_running=8, deterministic=True)
+    tiny_llama().save_pretrained(tmp_path)
+    engine = load_engine(tmp_path, dtype="bfloat16", kv_tokens=4096, max_running=8, deterministic=True)
     yield engine
     engine.close()
 
