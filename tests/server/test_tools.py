@@ -13,6 +13,9 @@ import pydantic
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamEvent
 
+from omniflow.media import Chat, ChatMessage, Options, TextPart, Tool
+from omniflow.recording import Recorder, Recording
+from omniflow.replay import compare, replay
 from omniflow.runtime import Runtime
 from omniflow.server.app import build_app
 from omniflow.server.serve import serve
@@ -214,6 +217,21 @@ async def test_the_synchronous_client(url: str) -> None:
                 return arguments(stream.get_final_completion().choices[0].message)
 
     assert await anyio.to_thread.run_sync(talk) == [{"city": "Paris"}]
+
+
+async def test_a_replay_gives_the_same_calls_with_the_same_ids() -> None:
+    recordings: list[Recording] = []
+    plan = caller_plan()
+    chat = Chat((ChatMessage("user", (TextPart("how is Paris or Rome?"),)),))
+    async with Runtime(plan, None, Recorder(plan, recordings.append, source="caller")) as runtime:
+        reply = await runtime.submit(
+            "chat", chat, outputs={"text", "tool_calls"}, options=Options(tools=(Tool("weather"),), top_logprobs=1)
+        )
+        ids = {delta.id for delta in (await reply.collect())["tool_calls"]}
+        await runtime.drain()
+    assert len(ids) == 3, "two, and none for what follows"
+    comparison = compare(recordings[0], await replay(recordings[0], plan), plan)
+    assert comparison.same and "detokenize.tool_calls -> client.tool_calls" in [edge.edge for edge in comparison.edges]
 
 
 async def test_what_the_prompt_cannot_hold_is_refused(sdk: openai.AsyncOpenAI) -> None:
