@@ -42,8 +42,8 @@ class Item(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """A value on an edge. `body` is its msgpack form; its buffers lie in `block`, or in `inline` where they are small.
 
     Where the msgpack form itself is large, it is the first `body_length` bytes of `block`, and `body` is nil. `loans`
-    are the blocks of buffers that were allocated in shared memory and lie there still. `device` is where the tensors that
-    stay on their device lie; how they get there is the lane's affair.
+    are the blocks of buffers that were allocated in shared memory and lie there still. `device` is where the tensors
+    that stay on their device lie; how they get there is the lane's affair.
     """
 
     edge: int
@@ -139,8 +139,8 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 class LaneOffer(msgspec.Struct, frozen=True, array_like=True, tag=30):
-    """Producer -> consumer: device tensors can come by a lane of this kind. `device` is the producer's GPU, by its UUID;
-    of memory that is shared come the size and two descriptors.
+    """Producer -> consumer: device tensors can come by a lane of this kind. `device` is the producer's GPU, by its
+    UUID; of memory that is shared come the size and two descriptors.
     """
 
     kind: str
