@@ -38,10 +38,6 @@ class Knobs(NamedTuple):
     top_k: torch.Tensor
     top_p: torch.Tensor
 
-    def of(self, code: int) -> Knobs:
-        """The knobs [batch] of one code."""
-        return Knobs(self.temperature[:, code], self.top_k[:, code], self.top_p[:, code])
-
 
 class FrameStep(NamedTuple):
     """What a step gave each row."""
@@ -76,6 +72,7 @@ class TokenHead(FrameHead):
     num_codes = 1
     _stops: torch.Tensor
     _bias: torch.Tensor
+    _ranks: torch.Tensor
 
     def __init__(
         self, hidden_size: int, vocab_size: int, stop_ids: Sequence[int], banned_ids: Sequence[int] = ()
@@ -85,11 +82,12 @@ class TokenHead(FrameHead):
         self.embedding = nn.Embedding(vocab_size, hidden_size)
         self.register_buffer("_stops", torch.tensor(stop_ids), persistent=False)
         self.register_buffer("_bias", _ban(vocab_size, banned_ids), persistent=False)
+        self.register_buffer("_ranks", torch.arange(vocab_size), persistent=False)
 
     def forward(self, hidden: torch.Tensor, noise: torch.Tensor, knobs: Knobs, state: torch.Tensor) -> FrameStep:
-        code = draw(self.head(hidden).float() + self._bias, noise[:, 0], knobs.of(0))
-        stopped = (code[:, None] == self._stops).any(-1)
-        return FrameStep(code[:, None], self.embedding(code), stopped, _one_step_on(state))
+        code = _pick(self.head(hidden).float() + self._bias, _ready(noise, knobs), self._ranks)
+        stopped = (code == self._stops).any(-1)
+        return FrameStep(code, self.embedding(code[:, 0]), stopped, _one_step_on(state))
 
 
 class ParallelHead(FrameHead):
@@ -103,6 +101,7 @@ class ParallelHead(FrameHead):
     _delays: torch.Tensor
     _bias: torch.Tensor
     _offsets: torch.Tensor
+    _ranks: torch.Tensor
 
     def __init__(self, hidden_size: int, vocab_size: int, delays: Sequence[int], begin_id: int, end_id: int) -> None:
         super().__init__()
@@ -114,10 +113,11 @@ class ParallelHead(FrameHead):
         self.register_buffer("_bias", bias, persistent=False)
         self.register_buffer("_delays", torch.tensor(delays), persistent=False)
         self.register_buffer("_offsets", torch.arange(self.num_codes) * vocab_size, persistent=False)
+        self.register_buffer("_ranks", torch.arange(vocab_size), persistent=False)
 
     def forward(self, hidden: torch.Tensor, noise: torch.Tensor, knobs: Knobs, state: torch.Tensor) -> FrameStep:
         logits = self.head(hidden).float().unflatten(-1, (self.num_codes, self._vocab_size)) + self._bias
-        drawn = draw(logits, noise, knobs)
+        drawn = _pick(logits, _Ways(*(each[..., None] for each in _ready(noise, knobs))), self._ranks)[..., 0]
         step, ending = state[:, :1], state[:, 1:]
         ending = torch.where((ending > 0) | (drawn[:, :1] == self._end_id), ending + 1, 0)
         codes = torch.where(step < self._delays, self._begin_id, drawn)
@@ -136,6 +136,7 @@ class DepthHead(FrameHead):
 
     _stops: torch.Tensor
     _bias: torch.Tensor
+    _ranks: torch.Tensor
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class DepthHead(FrameHead):
         banned_ids: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        self.num_codes, self._shape = num_codes, shape
+        self.num_codes, self._shape, self._vocab_size = num_codes, shape, vocab_size
         hidden = shape.hidden_size
         self.first_head = nn.Linear(hidden, first_vocab_size, bias=False)
         self.first_embedding = nn.Embedding(first_vocab_size, hidden)
@@ -157,20 +158,24 @@ class DepthHead(FrameHead):
         self.embeddings = nn.ModuleList(nn.Embedding(vocab_size, hidden) for _ in range(num_codes - 1))
         self.register_buffer("_stops", torch.tensor(stop_ids), persistent=False)
         self.register_buffer("_bias", _ban(first_vocab_size, banned_ids), persistent=False)
+        self.register_buffer("_ranks", torch.arange(max(first_vocab_size, vocab_size)), persistent=False)
 
     def forward(self, hidden: torch.Tensor, noise: torch.Tensor, knobs: Knobs, state: torch.Tensor) -> FrameStep:
-        code = draw(self.first_head(hidden).float() + self._bias, noise[:, 0], knobs.of(0))
-        stopped = (code[:, None] == self._stops).any(-1)
+        ways = _ready(noise, knobs)
+        ranks = self._ranks[: self._vocab_size]
+        logits = self.first_head(hidden).float() + self._bias
+        code = _pick(logits, ways.of(0), self._ranks[: logits.shape[-1]])
+        stopped = (code == self._stops).any(-1)
         attention = _DepthAttention(self._shape, self.num_codes, hidden)
-        codes, feedback = [code], self.first_embedding(code)
-        inputs = torch.stack([hidden, feedback], dim=1)
+        codes, embedded = [code], self.first_embedding(code)
+        inputs, feedback = torch.cat([hidden[:, None], embedded], dim=1), embedded
         for number, (head, embedding) in enumerate(zip(self.heads, self.embeddings, strict=True), 1):
             logits = head(attention.step(self.decoder, inputs)[:, -1]).float()
-            code = draw(logits, noise[:, number], knobs.of(number))
-            inputs = embedding(code)[:, None]
+            code = _pick(logits, ways.of(number), ranks)
+            inputs = embedding(code)
             codes.append(code)
-            feedback = feedback + inputs[:, 0]
-        return FrameStep(torch.stack(codes, dim=1), feedback, stopped, _one_step_on(state))
+            feedback = feedback + inputs
+        return FrameStep(torch.cat(codes, dim=1), feedback[:, 0], stopped, _one_step_on(state))
 
     def load(self, weights: Mapping[str, torch.Tensor], first_head: str, first_embedding: str, predictor: str) -> None:
         """Take weights by the names that Qwen3-TTS and Qwen3-Omni use. Raises KeyError where one is missing.
@@ -189,8 +194,8 @@ class _DepthAttention:
     """Attention over the inputs of one frame so far, [batch, length, heads, dim]; lives for one step of the head."""
 
     def __init__(self, shape: DecoderShape, length: int, like: torch.Tensor) -> None:
-        size = (shape.num_hidden_layers, 2, len(like), shape.num_key_value_heads, length, shape.head_dim)
-        self._stored = like.new_empty(size)
+        size = (len(like), shape.num_key_value_heads, length, shape.head_dim)
+        self._stored = [(like.new_empty(size), like.new_empty(size)) for _ in range(shape.num_hidden_layers)]
         self._start = self._end = 0
 
     def step(self, decoder: Decoder, inputs: torch.Tensor) -> torch.Tensor:
@@ -200,10 +205,44 @@ class _DepthAttention:
         return output
 
     def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        keys, values = self._stored[layer, 0], self._stored[layer, 1]
-        keys[:, :, self._start : self._end] = key.transpose(1, 2)
-        values[:, :, self._start : self._end] = value.transpose(1, 2)
-        return attend_last(query, keys[:, :, : self._end], values[:, :, : self._end])
+        keys, values = (stored[:, :, : self._end] for stored in self._stored[layer])
+        keys[:, :, self._start :] = key.transpose(1, 2)
+        values[:, :, self._start :] = value.transpose(1, 2)
+        return attend_last(query, keys, values)
+
+
+class _Ways(NamedTuple):
+    """Noise and knobs of all codes, made ready for `_pick`: what is the same for each of them is done once."""
+
+    noise: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+
+    def of(self, code: int) -> _Ways:
+        """Those [batch, 1] of one code."""
+        return _Ways(*(each[:, code : code + 1] for each in self))
+
+
+def _ready(noise: torch.Tensor, knobs: Knobs) -> _Ways:
+    greedy = knobs.temperature <= 0
+    return _Ways(
+        # Without noise the likeliest is drawn. Times a sum, what is just below 1 can be rounded to the sum itself,
+        # which is beyond the last id.
+        noise.clamp(max=1 - 2**-22).masked_fill(greedy, 0),
+        knobs.temperature.masked_fill(greedy, 1),
+        knobs.top_k.masked_fill(knobs.top_k <= 0, 2**31),
+        knobs.top_p,
+    )
+
+
+def _pick(logits: torch.Tensor, ways: _Ways, ranks: torch.Tensor) -> torch.Tensor:
+    """One id [..., 1] from each row of `logits` [..., vocab]; `ways` are [..., 1], `ranks` 0 to vocab - 1."""
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    probs = (ordered / ways.temperature).masked_fill(ranks >= ways.top_k, -torch.inf).softmax(dim=-1)
+    sums = (probs * (probs.cumsum(dim=-1) - probs < ways.top_p)).cumsum(dim=-1)
+    index = (sums <= ways.noise * sums[..., -1:]).sum(dim=-1, keepdim=True)
+    return ids.gather(-1, index)
 
 
 def draw(logits: torch.Tensor, noise: torch.Tensor, knobs: Knobs) -> torch.Tensor:
@@ -212,18 +251,8 @@ def draw(logits: torch.Tensor, noise: torch.Tensor, knobs: Knobs) -> torch.Tenso
     Filters in the order of `omniflow.engine.sampling`: temperature, top_k, top_p of what is left. Of what remains,
     likeliest first, the id is drawn at which the sum of probabilities first exceeds `noise` of the whole.
     """
-    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
-    greedy = knobs.temperature <= 0
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    top_k = torch.where(knobs.top_k > 0, knobs.top_k, logits.shape[-1])[..., None]
-    scaled = ordered / torch.where(greedy, 1.0, knobs.temperature)[..., None]
-    probs = scaled.masked_fill(rank >= top_k, -torch.inf).softmax(dim=-1)
-    kept = probs * (probs.cumsum(dim=-1) - probs < knobs.top_p[..., None])
-    sums = kept.cumsum(dim=-1)
-    # Rounding can put the point on the whole: the last id that is left is the one that then first reaches it.
-    point = torch.minimum(noise[..., None] * sums[..., -1:], sums[..., -1:] * (1 - 2**-23))
-    index = (sums <= point).sum(dim=-1).masked_fill(greedy, 0)
-    return ids.gather(-1, index[..., None])[..., 0]
+    ways = _Ways(*(each[..., None] for each in _ready(noise, knobs)))
+    return _pick(logits, ways, torch.arange(logits.shape[-1], device=logits.device))[..., 0]
 
 
 def frame_noise(seed: int, first_step: int, num_steps: int, num_codes: int) -> np.ndarray:
