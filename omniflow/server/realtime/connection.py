@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import anyio
 import anyio.abc
+import msgspec
 import numpy as np
-from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from omniflow.errors import OmniflowError, RequestError, UnavailableError
@@ -35,6 +35,7 @@ from omniflow.telemetry import OK, Metrics, RequestTimes
 GOING_AWAY = 1001
 """Close code that clients take for "connect again"."""
 REFUSED = 1008
+_BROKEN = 1011
 _CLOSE_S = 1.0
 
 
@@ -62,7 +63,7 @@ class Connection:
         self._farewell: Farewell | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
         self._ends_s = time.monotonic() + self._config.realtime_session_s
-        self._idle_s = time.monotonic() + self._config.realtime_idle_s
+        self._idle_from_s = time.monotonic()
 
     def leave(self) -> None:
         """The server drains: end once no response runs."""
@@ -96,16 +97,46 @@ class Connection:
             self._farewell = farewell
         self._outbox.wake()
 
-    # -- the loop that writes --------------------------------------------------------------------------------------
+    # -- the loop that writes, and keeps the time ------------------------------------------------------------------
 
     async def _write(self) -> None:
         while not self._done():
-            await self._outbox.filled()
+            # Here, and not around each read: a timer for every message would be a third of what it costs to take one.
+            with anyio.move_on_after(max(0.0, self._next_s() - time.monotonic())):
+                await self._outbox.filled()
+            self._on_time()
             while not self._outbox.empty:
                 if not await self._send(self._outbox.take()):
                     self._stop()
                     return
         self._stop()
+
+    def _next_s(self) -> float:
+        """When time may bring something."""
+        due_s = self._protocol.due_s
+        until_s = min(self._ends_s, self._idle_from_s + self._config.realtime_idle_s)
+        return until_s if due_s is None else min(until_s, due_s)
+
+    def _on_time(self) -> None:
+        """What time brings by now."""
+        now_s = time.monotonic()
+        if self._farewell is not None and not self._farewell.patient:
+            return
+        if now_s >= self._ends_s:
+            self._expire("session_expired", f"the session has lasted {self._config.realtime_session_s:g} s")
+        elif now_s >= self._idle_from_s + self._config.realtime_idle_s:
+            if self._protocol.idle:
+                self._expire("session_idle", f"nothing came for {self._config.realtime_idle_s:g} s")
+            self._idle_from_s = now_s
+        due_s = self._protocol.due_s
+        if due_s is not None and now_s >= due_s:
+            self._protocol.tick()
+            self._flush()
+
+    def _expire(self, code: str, message: str) -> None:
+        error = error_detail(UnavailableError(f"{message}; connect again"), None)
+        self._outbox.put([ErrorEvent(error=msgspec.structs.replace(error, code=code))])
+        self._part(Farewell(GOING_AWAY, message))
 
     async def _send(self, message: str) -> bool:
         """False where the client has gone, or takes nothing."""
@@ -136,38 +167,13 @@ class Connection:
             await self._outbox.room_for_replies()
 
     async def _next(self) -> str | bytes | None:
-        """The client's next message; None where it has gone. Meanwhile, what time brings."""
-        self._idle_s = time.monotonic() + self._config.realtime_idle_s
-        while True:
-            received: Message | None = None
-            due_s = self._protocol.due_s
-            until_s = min(self._idle_s, self._ends_s, due_s if due_s is not None else self._idle_s)
-            with anyio.move_on_after(max(0.0, until_s - time.monotonic())):
-                received = await self._socket.receive()
-            if received is None:
-                await self._on_time()
-            elif received["type"] == "websocket.disconnect":
-                return None
-            else:
-                text: str | None = received.get("text")
-                return text if text is not None else received.get("bytes") or b""
-
-    async def _on_time(self) -> None:
-        now_s = time.monotonic()
-        if now_s >= self._ends_s:
-            await self._expire("session_expired", f"the session has lasted {self._config.realtime_session_s:g} s")
-        if now_s >= self._idle_s:
-            if self._protocol.idle:
-                await self._expire("session_idle", f"nothing came for {self._config.realtime_idle_s:g} s")
-            self._idle_s = now_s + self._config.realtime_idle_s
-        self._protocol.tick()
-        self._flush()
-
-    async def _expire(self, code: str, message: str) -> None:
-        error = error_detail(UnavailableError(f"{message}; connect again"), None)
-        self._outbox.put([ErrorEvent(error=type(error)(error.type, error.message, code))])
-        self._part(Farewell(GOING_AWAY, message))
-        await anyio.sleep_forever()  # the loop that writes ends this, once all is sent
+        """The client's next message; None where it has gone."""
+        received = await self._socket.receive()
+        if received["type"] == "websocket.disconnect":
+            return None
+        self._idle_from_s = time.monotonic()
+        text: str | None = received.get("text")
+        return text if text is not None else received.get("bytes") or b""
 
     async def _warm(self) -> None:
         with contextlib.suppress(OmniflowError):  # said where it matters, once sound comes
@@ -183,8 +189,8 @@ class Connection:
         except OmniflowError as error:
             detail = error_detail(UnavailableError(f"turns cannot be detected: {error}"), None)
             self._outbox.put([ErrorEvent(error=detail)])
-            self._part(Farewell(1011, "turns cannot be detected"))
-            await anyio.sleep_forever()
+            self._part(Farewell(_BROKEN, "turns cannot be detected"))
+            await anyio.sleep_forever()  # the loop that writes ends this, once that is sent
 
     # -- what the protocol asks for --------------------------------------------------------------------------------
 
@@ -216,6 +222,7 @@ class Connection:
             del self._running[task.response_id]
             self._metrics.request_ended("realtime", outcome, times)
         self._flush()
+        self._outbox.wake()  # it may have been the last that a drain waited for
 
     async def _ask(self, task: Respond, times: RequestTimes) -> str:
         protocol = self._protocol

@@ -36,7 +36,8 @@ class Outbox:
             message = msgspec.json.encode(event).decode()
             self._messages.append(message)
             self._num_bytes += len(message)
-        self.wake()
+        if self._messages:
+            self.wake()
 
     def wake(self) -> None:
         """Let the reader look, whether there is something or not."""

@@ -74,10 +74,11 @@ class Protocol:
 
     def take(self) -> tuple[list[ServerEvent], list[Work]]:
         """The events to send, in order, and the work to do since the last call."""
-        for id in self._conversation.overflow():
-            self._conversation.delete(id)
-            self._events.append(events.ItemDeleted(item_id=id))
-        self._conversation.spare_sound()
+        if self._events:  # else no item is new
+            for id in self._conversation.overflow():
+                self._conversation.delete(id)
+                self._events.append(events.ItemDeleted(item_id=id))
+            self._conversation.spare_sound()
         work = [*self._responses.work, *self._take_writing()]
         self._responses.work.clear()
         sent = list(self._events)
