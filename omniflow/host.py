@@ -34,6 +34,7 @@ from omniflow.errors import (
     OmniflowError,
     ProtocolError,
     RequestError,
+    StageDiedError,
     StageError,
 )
 from omniflow.mailbox import Credits, Mailbox
@@ -308,7 +309,9 @@ class Host:
         visit = self._visit(request)
         if visit is not None:
             planned = self._edges[edge]
-            if planned.source == CLIENT:
+            if error.kind == StageDiedError.__name__:
+                self._fail(visit, StageDiedError(error.message, stage=planned.source))
+            elif planned.source == CLIENT:
                 self._fail(visit, InvalidInputError(error.message, param=planned.source_port))
             else:
                 self._fail(visit, ProtocolError(error.message, stage=planned.source))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from omniflow.errors import DeviceError, ProtocolError
+from omniflow.errors import DeviceError, ProtocolError, StageDiedError
 from omniflow.messages import (
     Block,
     Item,
@@ -39,7 +39,7 @@ from omniflow.transport.base import Link, LinkStatistics, Receiver
 from omniflow.transport.codec import ALIGNMENT, Encoded, Encoder, Region, decoder_for
 from omniflow.transport.deaths import Deaths, Key
 from omniflow.transport.hot_window import HotWindow
-from omniflow.transport.lane import LANE_SLAB, Lane
+from omniflow.transport.lane import LANE_SLAB, Lane, Origin
 from omniflow.transport.slabs import SlabPool
 
 if TYPE_CHECKING:
@@ -432,7 +432,7 @@ class ArrowShmLink(Link):
             region = np.frombuffer(item.inline, np.uint8)
         loans = [self._lease(block) for block in item.loans] if item.loans else ()
         try:
-            device = self._fetch(item.device) if item.device is not None else None
+            device = self._fetch(item.device, (item.edge, item.request)) if item.device is not None else None
             value = decoder_for(self._types[item.edge]).decode(body, region, loans, device, self._home)
         except (msgspec.ValidationError, TypeError) as error:
             failure = ProtocolError(f"the value is not of the type of its port: {error}")
@@ -450,14 +450,15 @@ class ArrowShmLink(Link):
         self._deaths.watch(base, (block.slab, block.slot, block.generation))
         return base if self._keeps_views else _copied(base)
 
-    def _fetch(self, block: Block) -> torch.Tensor:
+    def _fetch(self, block: Block, origin: Origin) -> torch.Tensor:
         """The bytes of a value's tensors that stayed on their device."""
         if self._lane is None:
             raise DeviceError("this end of the link has no lane")
-        region, owner = self._lane.fetch(block)
+        region, owner = self._lane.fetch(block, origin)
         key = (block.slab, block.slot, block.generation)
         if owner is None:
-            self._release([key])
+            self._lane.died([key])
+            self.send(Release((key,)), more=True)
         else:
             self._deaths.watch(owner, key)
         return region
@@ -520,6 +521,10 @@ class ArrowShmLink(Link):
                 self._memory.pool.give_back(*key)
 
     def _lost(self) -> None:
+        if self._lane is not None:
+            error = StageDiedError("the process that it came from died before its tensors were there")
+            for edge, request in self._lane.lost():
+                self._receiver.on_bad_item(self, edge, request, error.info())
         self.close()
         self._receiver.on_closed(self)
 

@@ -26,7 +26,7 @@ from omniflow.errors import DeviceError, ProtocolError
 from omniflow.messages import Block, LaneAnswer, LaneOffer
 from omniflow.transport.codec import DEVICE_ALIGNMENT, Part
 from omniflow.transport.deaths import Key
-from omniflow.transport.lane import LANE_SLAB, Fetched, Lane, LanePort
+from omniflow.transport.lane import LANE_SLAB, Fetched, Lane, LanePort, Origin
 from omniflow.transport.slabs import BlockPool
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class CudaIpcLane(Lane):
         self._offered = anyio.Event()
         self._offer: tuple[LaneOffer, tuple[int, int]] | None = None
         self._theirs: DeviceMemory | None = None
-        self._awaited: dict[int, int] = {}
+        self._awaited: dict[int, tuple[int, Origin]] = {}
         self._sent: dict[int, int] = {}
         self._closed = False
 
@@ -275,17 +275,30 @@ class CudaIpcLane(Lane):
             memory.words[block.slot, FILLED] = block.generation
             raise
 
-    def fetch(self, block: Block) -> Fetched:
+    def fetch(self, block: Block, origin: Origin) -> Fetched:
         memory = self._theirs
         if memory is None:
             raise DeviceError("the memory that they lie in is not mapped here")
         if not reached(memory.words[block.slot, FILLED], block.generation):
             memory.wait(block.slot, FILLED, block.generation)
-            self._awaited[block.slot] = block.generation
+            self._awaited[block.slot] = block.generation, origin
         if memory.is_near:
             return Fetched(*memory.view(block.offset, block.length))
         region = memory.copy_out(block.offset, block.length)
         return Fetched(region, None)
+
+    def lost(self) -> Sequence[Origin]:
+        return [origin for _slot, _generation, origin in self._missing()]
+
+    def _missing(self) -> list[tuple[int, int, Origin]]:
+        """What our stream waits for now: (slot, generation, what for)."""
+        memory = self._theirs
+        awaited = self._awaited.items() if memory is not None else ()
+        return [
+            (slot, generation, origin)
+            for slot, (generation, origin) in awaited
+            if memory is not None and not reached(memory.words[slot, FILLED], generation)
+        ]
 
     def died(self, keys: Sequence[Key]) -> None:
         if self._theirs is not None:
@@ -309,9 +322,8 @@ class CudaIpcLane(Lane):
         self._offered.set()
         if self._theirs is not None:
             # What our stream waits for, even for tensors that nobody has any more, a dead producer does not write.
-            for slot, generation in self._awaited.items():
-                if not reached(self._theirs.words[slot, FILLED], generation):
-                    self._theirs.words[slot, FILLED] = generation
+            for slot, generation, _origin in self._missing():
+                self._theirs.words[slot, FILLED] = generation
             self._theirs = None
 
 

@@ -38,6 +38,10 @@ class Fetched(NamedTuple):
     owner: object | None
 
 
+Origin = tuple[int, int]
+"""What a value came for: its edge and its request."""
+
+
 class LanePort(Protocol):
     """The link of a lane, as the lane sees it."""
 
@@ -84,8 +88,14 @@ class Lane(ABC):
         """
 
     @abstractmethod
-    def fetch(self, block: Block) -> Fetched:
+    def fetch(self, block: Block, origin: Origin) -> Fetched:
         """What the peer has put, before all that the default stream is given from now on. Raises DeviceError."""
+
+    @abstractmethod
+    def lost(self) -> Sequence[Origin]:
+        """The peer is gone: what was fetched and had not been put yet. What is computed from it is worth nothing, but
+        our stream goes on once the lane is closed.
+        """
 
     @abstractmethod
     def died(self, keys: Sequence[Key]) -> None:

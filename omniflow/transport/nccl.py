@@ -16,6 +16,7 @@ import datetime
 import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +27,7 @@ from omniflow.errors import DeviceError, ProtocolError
 from omniflow.messages import Block, LaneAnswer, LaneNote, LaneOffer
 from omniflow.transport.codec import Part
 from omniflow.transport.deaths import Key
-from omniflow.transport.lane import LANE_SLAB, Fetched, Lane, LanePort
+from omniflow.transport.lane import LANE_SLAB, Fetched, Lane, LanePort, Origin
 from omniflow.transport.slabs import BlockPool
 
 if TYPE_CHECKING:
@@ -177,29 +178,39 @@ class _Way:
         """Send once the default stream is through with what it was given so far; gives what to hold meanwhile."""
         import torch
 
-        if self._stream is None:
-            return self._group.send([flat], _RECEIVER, 0)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            work = self._group.send([flat], _RECEIVER, 0)
-            work.wait()
-        flat.record_stream(self._stream)
+        work = self._group.send([flat], _RECEIVER, 0)
+        if self._stream is not None:
+            # Its memory is not used again before a stream has waited for the end: not the default one, which goes on.
+            with torch.cuda.stream(self._stream):
+                work.wait()
+            flat.record_stream(self._stream)
         return work
 
-    def receive(self, size: int) -> torch.Tensor:
-        """Receive before the default stream does what it is given from now on."""
+    def receive(self, size: int) -> tuple[torch.Tensor, Any]:
+        """Receive before the default stream does what it is given from now on; gives the work, if it may not be through
+        yet.
+        """
         import torch
 
         if self._stream is None:
             region = torch.empty(size, dtype=torch.uint8)
-            self._group.recv([region], _SENDER, 0).wait()
-            return region
+            work = self._group.recv([region], _SENDER, 0)
+            work.wait()
+            return region, None
+        current = torch.cuda.current_stream()
+        if current.query():
+            # An idle stream has nothing that the sender would have to wait for; two streams cost 100 us.
+            region = torch.empty(size, dtype=torch.uint8, device="cuda")
+            work = self._group.recv([region], _SENDER, 0)
+            work.wait()
+            return region, work
         with torch.cuda.stream(self._stream):
             region = torch.empty(size, dtype=torch.uint8, device="cuda")
-            self._group.recv([region], _SENDER, 0).wait()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        region.record_stream(torch.cuda.current_stream())
-        return region
+            work = self._group.recv([region], _SENDER, 0)
+            work.wait()
+        current.wait_stream(self._stream)
+        region.record_stream(current)
+        return region, work
 
     def abort(self) -> None:
         """End what is under way, and with it every kernel that waits for the other end."""
@@ -253,6 +264,8 @@ class NcclLane(Lane):
         self._out: _Way | None = None
         self._in: _Way | None = None
         self._early: list[LaneNote] = []
+        self._coming: deque[tuple[Any, Origin]] = deque()
+        """Receives that may not be through yet."""
         self._closed = False
         self._port: LanePort | None = None
 
@@ -325,14 +338,22 @@ class NcclLane(Lane):
             self.refuse(_first_line(error), self._port.peer)
             self._port.send(LaneNote(True, _BROKEN, b""))
 
-    def fetch(self, block: Block) -> Fetched:
+    def fetch(self, block: Block, origin: Origin) -> Fetched:
         if self._in is None:
             raise DeviceError("the communicator that they come by is not there")
         try:
-            return Fetched(self._in.receive(block.length), None)
+            region, work = self._in.receive(block.length)
+            while self._coming and self._coming[0][0].is_completed():
+                self._coming.popleft()
+            if work is not None:
+                self._coming.append((work, origin))
+            return Fetched(region, None)
         except RuntimeError as error:  # the peer has died, or there is no memory for them
             self._break_in(_first_line(error))
             raise DeviceError(_first_line(error)) from None
+
+    def lost(self) -> Sequence[Origin]:
+        return [origin for work, origin in self._coming if not work.is_completed()]
 
     def _break_in(self, problem: str) -> None:
         """What was not received would be taken for what comes next: nothing comes by this communicator any more."""

@@ -61,7 +61,7 @@ async def test_tensors_by_the_lane_and_the_rest_by_messages(kind: str) -> None:
         assert ends.a.statistics().lane == kind.split()[0]
         taken: list[int] = []
         fetch = ends.lane_b.fetch
-        ends.lane_b.fetch = lambda block: taken.append(block.length) or fetch(block)
+        ends.lane_b.fetch = lambda block, origin: taken.append(block.length) or fetch(block, origin)
         for size in (10, 20_000):
             got = await ends.there(mixed(size))
             assert_mixed(got, mixed(size))
@@ -186,6 +186,20 @@ async def test_no_stream_waits_for_a_sender_that_has_died(kind: str) -> None:
         await ends.at_b.closed.wait()
         assert not memory.waits_for_ever()
         assert len(got) == 10
+        # What is computed from them is worth nothing, and whoever computes it is told.
+        assert [(edge, request, error.kind) for edge, request, error in ends.at_b.bad] == [(1, 7, "StageDiedError")] * 2
+
+
+async def test_what_was_there_is_good_whatever_becomes_of_its_sender() -> None:
+    async with Ends.opened("cuda_ipc") as ends:
+        ours(ends).held = []
+        got = await ends.there(torch.ones(10), torch.Tensor)
+        for slot, word, value in ours(ends).held:
+            ours(ends).words[slot, word] = value
+        ends.a.close()
+        await ends.at_b.closed.wait()
+        assert ends.at_b.bad == []
+        assert got.sum() == 10
 
 
 async def test_no_stream_waits_for_a_reader_that_has_died() -> None:
