@@ -74,6 +74,10 @@ def two_gpus(parts: dict[str, Any]) -> list[str]:
     if copy is not None:
         rows.append(("a copy from GPU to GPU in one process", copy, "copy_p50_us"))
     lines = table("between two GPUs", rows) if rows else []
+    for name, part in {**there, "bare torch.distributed": bare or {}}.items():
+        found = [f"{SIZES[size]} {part[size]['stream_gb_s']}" for size in SIZES if "stream_gb_s" in part.get(size, {})]
+        if found:
+            lines.append(f"- GB/s of {name}, one value behind the other: {', '.join(found)}")
     nccl = there.get("omniflow, nccl")
     if nccl is not None and bare is not None:
         for metric in ("ready", "half_round_trip"):

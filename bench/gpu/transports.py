@@ -46,10 +46,11 @@ SIZES = [2**16, 2**20, 2**22, 2**24, 2**26]
 POOL = 2**28
 SHM = 2**30
 TYPES: dict[int, Any] = {
-    1: torch.Tensor, 2: tuple[float, float, float], 3: torch.Tensor, 4: torch.Tensor, 5: str
+    1: torch.Tensor, 2: tuple[float, float, float], 3: torch.Tensor, 4: torch.Tensor, 5: str, 6: torch.Tensor
 }  # fmt: skip
-MEASURE, TIMES, ECHO, KEEP, WORD = 1, 2, 3, 4, 5
-"""Edges: answered with times; those times; sent back; kept; a word, answered with times."""
+MEASURE, TIMES, ECHO, KEEP, WORD, STREAM = 1, 2, 3, 4, 5, 6
+"""Edges: answered with times; those times; sent back; kept; a word, answered with times; only the last is answered."""
+STREAMED = 40
 PORT = 29611
 
 
@@ -82,6 +83,10 @@ class End:
         if edge == WORD:
             held = time.perf_counter()
             link.send_item(TIMES, request, seq, (held, held, 0.0))
+        elif edge == STREAM:
+            if seq == STREAMED - 1:
+                torch.cuda.synchronize()
+                link.send_item(TIMES, request, seq, (0.0, time.perf_counter(), 0.0))
         elif edge == MEASURE:
             held = time.perf_counter()
             torch.cuda.synchronize()
@@ -213,9 +218,23 @@ async def hops(kind: str, device: int) -> dict[str, Any]:
                 echo.append((time.perf_counter() - began) / 2)
                 del back
             rows[str(size)] = {**spread("held", held), **spread("ready", ready), **spread("half_round_trip", echo)}
+            if size >= 2**24 and kind != "host":
+                found = [await streamed(end, tensor) for _ in range(5)]
+                rows[str(size)]["stream_gb_s"] = round(sorted(found)[2], 1)
         return rows
 
     return await with_peer(kind, device, use)
+
+
+async def streamed(end: End, tensor: torch.Tensor) -> float:
+    """GB/s of values one behind the other, until the last is ready."""
+    began = time.perf_counter()
+    for number in range(STREAMED):
+        pending = end.link.send_item(STREAM, 1, number, tensor)
+        if pending is not None:
+            await pending
+    ended = (await end.answer())[1]
+    return float(STREAMED * tensor.nbytes / (ended - began) / 1e9)
 
 
 async def word(end: End) -> float:
@@ -389,9 +408,29 @@ def bare_nccl_rank(rank: int, rounds: dict[int, int], results: Any) -> None:
             torch.cuda.synchronize()
             seconds.append((time.perf_counter() - began) / 2)
         rows[str(size)] = spread("half_round_trip", seconds)
+        if size >= 2**24:
+            rows[str(size)]["stream_gb_s"] = round(sorted(bare_stream(rank, ours) for _ in range(5))[2], 1)
     if rank == 0:
         results.put(rows)
     distributed.destroy_process_group()
+
+
+def bare_stream(rank: int, tensor: torch.Tensor) -> float:
+    """GB/s of sends one behind the other, until the receiver says that it has the last."""
+    byte = tensor[:1].clone()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(STREAMED):
+        if rank == 0:
+            distributed.send(tensor, 1)
+        else:
+            distributed.recv(tensor, 0)
+    if rank == 0:
+        distributed.recv(byte, 1)
+    else:
+        distributed.send(byte, 0)
+    torch.cuda.synchronize()
+    return STREAMED * tensor.nbytes / (time.perf_counter() - began) / 1e9
 
 
 def bare_nccl() -> dict[str, Any]:
