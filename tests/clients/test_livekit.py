@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import aiohttp
 import pytest
 
 from .conftest import Served
 
+aiohttp = pytest.importorskip("aiohttp", reason="livekit-plugins-openai is not installed")
 openai = pytest.importorskip("livekit.plugins.openai", reason="livekit-plugins-openai is not installed")
 from livekit.agents import llm  # noqa: E402
 
