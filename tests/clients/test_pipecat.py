@@ -24,6 +24,7 @@ from pipecat.frames.frames import (
 from pipecat.pipeline.worker import PipelineParams
 from pipecat.processors.aggregators.llm_context import LLMContext
 from pipecat.services.openai.llm import OpenAILLMService
+from pipecat.services.openai.realtime.llm import OpenAIRealtimeLLMService
 from pipecat.services.openai.stt import OpenAISTTService
 from pipecat.services.openai.tts import OpenAITTSService
 from pipecat.tests.utils import SleepFrame, run_test
@@ -71,3 +72,18 @@ async def test_it_answers(real: Served) -> None:
     assert "".join(frame.text for frame in down if isinstance(frame, LLMTextFrame))
     assert any(isinstance(frame, LLMFullResponseEndFrame) for frame in down)
     assert not any(isinstance(frame, ErrorFrame) for frame in up)
+
+
+async def test_realtime(real: Served) -> None:
+    service = OpenAIRealtimeLLMService(
+        api_key=real.key,
+        base_url=f"{real.base_url.replace('http', 'ws', 1)}/realtime",
+        settings=OpenAIRealtimeLLMService.Settings(model=real.model),
+    )
+    context = LLMContext([{"role": "user", "content": "Say hello."}])
+    sent = [LLMContextFrame(context), SleepFrame(12)]
+    down, up = await run_test(service, frames_to_send=sent, start_timeout=20)
+    assert not any(isinstance(frame, ErrorFrame) for frame in (*down, *up))
+    sound = [frame for frame in down if isinstance(frame, TTSAudioRawFrame)]
+    assert sum(len(frame.audio) for frame in sound) > 4800 and {frame.sample_rate for frame in sound} == {24000}
+    assert any(isinstance(frame, LLMFullResponseEndFrame) for frame in down)
