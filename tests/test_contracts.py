@@ -29,6 +29,7 @@ PLANTED = [
     ("light-core", "omniflow/runtime.py", "def late():\n    import starlette.routing"),
     ("pure-planning", "omniflow/planner/place.py", "import anyio"),
     ("pure-planning", "omniflow/graph.py", "import socket"),
+    ("realtime-machine", "omniflow/server/realtime/protocol.py", "import anyio"),
     ("actor-api", "actors/roles.py", "from omniflow.runtime import Runtime"),
     ("declarations", "graphs/ming_omni.py", "import omniflow.runtime"),
     ("model-systems", "actors/piper/voice.py", "import actors.smollm2"),
