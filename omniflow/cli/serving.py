@@ -68,8 +68,8 @@ def write_log(config: ServerConfig) -> None:
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonFormatter() if config.log_format == "json" else text)
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of each form that a client got wrong
-    if config.access_log:
-        logging.getLogger("omniflow.access").setLevel(min(logging.INFO, logging.getLogger().level))
+    of_requests = logging.DEBUG if logging.getLogger().level <= logging.INFO else logging.INFO  # --debug: probes, too
+    logging.getLogger("omniflow.access").setLevel(of_requests if config.access_log else logging.WARNING)
 
 
 def refuse_what_cannot_be_served(config: ServerConfig) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import re
 import ssl
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from starlette.applications import Starlette
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket
 
+from omniflow.cli.serving import write_log
 from omniflow.config import ServerConfig
 from omniflow.errors import ConfigError, OverloadedError
 from omniflow.runtime import Runtime
@@ -209,6 +212,41 @@ async def test_the_clients_own_id_is_logged_and_not_worked_under(
     (line,) = [message for message in caplog.messages if "path=" in message]
     assert (f" client_request_id={logged}" in line) if logged else ("client_request_id" not in line)
     assert "query" not in line
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("trusted", "logged"), [(("127.0.0.1",), "10.1.2.3"), ((), "127.0.0.1")])
+async def test_the_address_that_a_trusted_proxy_tells_is_logged(
+    caplog: pytest.LogCaptureFixture, trusted: tuple[str, ...], logged: str
+) -> None:
+    caplog.set_level(logging.INFO, "omniflow.access")
+    config = ServerConfig(port=0, trusted_proxies=trusted)
+    app = build_app(ScriptedRuntime(), model="tiny", config=config)  # type: ignore[arg-type]
+    async with serve(app, config) as address, httpx.AsyncClient() as client:
+        await client.get(f"{address.url}/nowhere", headers={"x-forwarded-for": "10.1.2.3"})
+    assert [f" client={logged}" in line for line in caplog.messages if "path=/nowhere" in line] == [True]
+
+
+@pytest.mark.parametrize(
+    ("config", "pattern"),
+    [
+        (ServerConfig(), r"\d\d:\d\d:\d\d\.\d{3} INFO omniflow.access: status=200 path=-\n"),
+        (ServerConfig(log_format="json"), r'\{"time": "[^"]+Z", "level": "info", .*"status": 200, "path": null\}\n'),
+        (ServerConfig(access_log=False), ""),
+    ],
+)
+def test_the_log_is_written_as_configured(monkeypatch: pytest.MonkeyPatch, config: ServerConfig, pattern: str) -> None:
+    written, access = io.StringIO(), logging.getLogger("omniflow.access")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(written)])
+    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
+    level = access.level
+    try:
+        write_log(config)
+        access.info("%s", Fields({"status": 200, "path": None}))
+        access.debug("a probe")
+    finally:
+        access.setLevel(level)
+    assert re.fullmatch(pattern, written.getvalue())
 
 
 def test_json_lines() -> None:
