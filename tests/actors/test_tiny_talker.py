@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3Model
 
 from actors.ar_talker import FIRST_STEPS, MOST_STEPS, stretched
-from actors.piper.talker import SENTENCE_PAUSE
+from actors.piper.talker import LONGEST_PIECE, SENTENCE_PAUSE
 from actors.piper.vocoder import FIRST_FRAMES, PiperDecoder, PiperVocoder
 from actors.piper.voice import NUM_CHANNELS
 from actors.tiny_talker import TINY_TALKER
@@ -180,6 +180,21 @@ def test_the_table_knows_every_phoneme_and_a_prompt_is_as_it_was_trained(script:
     assert (script.prompt("hə").dropped_steps, script.prompt("hə.").dropped_steps) == (DROPPED_STEPS, 0)
     assert (script.prompt("hə,").pause_frames, script.prompt("hə.").pause_frames) == (0, SENTENCE_PAUSE)
     assert len(script.prompts("One sentence. And a second one.")) == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["word " * 210, "a" * 100, "<speak>Hi</speak>", "1e999", "A. B. C. D.", "x" * 30 + "😀"]
+)
+def test_odd_texts_become_prompts_that_the_model_was_trained_for(script: TinyTalkerScript, text: str) -> None:
+    prompts = script.prompts(text)
+    assert prompts
+    assert all(3 < len(prompt.ids) <= LONGEST_PIECE + 4 for prompt in prompts)
+    assert all(prompt.max_steps <= 400 for prompt in prompts)
+
+
+def test_an_engine_that_owns_its_process_gets_one() -> None:
+    assert TinyTalker.wants_process({"engine": "sglang"})
+    assert not TinyTalker.wants_process({})
 
 
 def test_a_frame_is_the_sum_of_its_codes_in_the_codebooks(script: TinyTalkerScript) -> None:
