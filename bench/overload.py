@@ -162,7 +162,7 @@ def report(rows: list[Row]) -> None:
 
 def start_server(options: list[str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "omniflow", "run", __file__, "--port", str(PORT)]
-    command += ["--set", f"runtime.max_in_flight={PLACES}", *options]
+    command += ["--set", f"runtime.max_in_flight={PLACES}", "--set", "server.access_log=false", *options]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.DEVNULL)
     while True:
         try:
