@@ -10,7 +10,7 @@ import anyio
 import numpy as np
 import pytest
 
-from omniflow.errors import InvalidInputError
+from omniflow.errors import InvalidInputError, StageDiedError
 from omniflow.graph import Graph
 from omniflow.host import Host, host_spec
 from omniflow.media import Options, TextDelta
@@ -244,6 +244,19 @@ async def test_a_bad_item_is_the_fault_of_its_source() -> None:
         first, second = await it.heard(Failure), await it.heard(Failure)
         assert (first.error.kind, first.error.param) == ("InvalidInputError", "line")
         assert (second.error.kind, second.error.stage) == ("ProtocolError", "count")
+
+
+async def test_a_tensor_that_never_comes_is_the_death_of_its_source() -> None:
+    """Its message is here, and what is computed from it is worth nothing: no answer may leave any more."""
+    async with around("shout") as it:
+        it.open(1, "num_words")
+        it.beside["count"].send_item(it.edge("count", "join"), 1, 0, Counted(7, np.zeros(1)))
+        it.host.on_bad_item(it.host_end, it.edge("count", "join"), 1, StageDiedError("it died").info())
+        failure = await it.heard(Failure)
+        assert (failure.error.kind, failure.error.stage) == ("StageDiedError", "count")
+        it.front.send_item(it.edge("client", "split"), 1, 0, LINE)
+        await it.heard(Closed)
+        assert not it.at_front.items
 
 
 async def test_a_value_and_a_skip_complete_a_fan_in_in_any_order() -> None:
