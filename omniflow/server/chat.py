@@ -39,11 +39,16 @@ async def create_chat_completion(service: Service, call: Call) -> None:
     answering = _answering(service, call, request)
     chat = await _conversation(service, request)
     submission = _Submission(service, call, chat, options, _wanted(service, request, options))
-    async with choices(submission, answering.n) as outputs:
-        if request.stream:
-            await call.stream(stream_chat(outputs, answering), EVENT_STREAM)
-        else:
-            await call.send(await whole_chat(outputs, answering), "application/json")
+    try:
+        async with choices(submission, answering.n) as outputs:
+            if request.stream:
+                await call.stream(stream_chat(outputs, answering), EVENT_STREAM)
+            else:
+                await call.send(await whole_chat(outputs, answering), "application/json")
+    except UnsupportedError as error:
+        # An image, say, that no stage of this profile takes: the graph does not know what it was in the request.
+        error.param = error.param or "messages"
+        raise
 
 
 class _Submission:

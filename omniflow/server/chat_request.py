@@ -49,6 +49,8 @@ _AUDIO_ENDINGS = {".wav": "wav", ".mp3": "mp3", ".flac": "flac", ".ogg": "ogg", 
 _TEXT_MIMES = ("text/", "application/json")
 _UNTYPED = "application/octet-stream"
 MAX_CHOICES = 16
+_LEAST_TOP_P = 1e-6
+"""What 0 stands for: the likeliest token, as with OpenAI. Of engines, some take nothing but more than 0."""
 
 
 class Url(Struct, frozen=True):
@@ -247,7 +249,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
         called = tooling(self.tools or (), self.tool_choice)
         return Options(
             temperature=self.temperature,
-            top_p=self.top_p,
+            top_p=None if self.top_p is None else max(self.top_p, _LEAST_TOP_P),
             top_k=self.top_k,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             seed=self.seed,

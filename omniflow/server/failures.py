@@ -112,9 +112,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """Handler for what routing refuses: unknown paths, methods that a path does not have."""
     assert isinstance(error, HTTPException)
     exchange_of(request.scope).failure = code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    headers = dict(error.headers or {})
-    if error.status_code == 405:
-        headers["allow"] = ", ".join(sorted(_methods(request)))
+    headers = {"allow": ", ".join(sorted(_methods(request)))} if error.status_code == 405 else {}
     message = f"{request.method} {request.url.path}: {error.detail}"
     return _response(_body(message, error.status_code, None, code), error.status_code, headers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -19,6 +20,17 @@ class DurationUsage(Struct, frozen=True, tag="duration", tag_field="type"):
     """Seconds of sound."""
 
     seconds: float
+
+
+class TokenUsage(Struct, frozen=True, tag="tokens", tag_field="type"):
+    """What the last event of a stream tells, for OpenAI's clients know no other usage there.
+
+    An input token is 100 ms of sound, begun ones included, as with OpenAI's models; an output token is the model's.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
 
 
 class Transcription(Struct, frozen=True):
@@ -73,7 +85,7 @@ class TranscriptDone(Struct, frozen=True, tag="transcript.text.done", tag_field=
     """The whole text."""
 
     text: str
-    usage: DurationUsage
+    usage: TokenUsage
 
 
 class Shape(NamedTuple):
@@ -95,6 +107,13 @@ class Result:
     def text(self) -> str:
         """All that was said."""
         return " ".join(stretch.text for stretch in self.stretches)
+
+    @property
+    def tokens(self) -> TokenUsage:
+        """What was heard and written, in tokens."""
+        heard = math.ceil(round(self.usage.seconds / 0.1, 1))
+        written = sum(len(stretch.tokens) for stretch in self.stretches)
+        return TokenUsage(heard, written, heard + written)
 
 
 def _segment(number: int, stretch: Transcript, temperature: float) -> VerboseSegment:

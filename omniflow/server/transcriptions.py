@@ -155,4 +155,4 @@ async def _events(reply: Reply, clip: Clip, call: Call) -> AsyncGenerator[bytes]
         yield event(TranscriptDelta(f" {stretch.text}" if stretches else stretch.text))
         stretches.append(stretch)
     result = Result(stretches, clip.seconds)
-    yield event(TranscriptDone(result.text, result.usage))
+    yield event(TranscriptDone(result.text, result.tokens))

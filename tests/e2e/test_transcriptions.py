@@ -76,6 +76,7 @@ def test_streamed_by_the_sdk(server: Server) -> None:
     *deltas, done = server.client().audio.transcriptions.create(model="ming_omni", file=FILE, stream=True)
     text = "".join(event.delta for event in deltas if event.type == "transcript.text.delta")
     assert done.type == "transcript.text.done" and done.text == text and plain(text) == FOX
+    assert done.usage is not None and 28 <= done.usage.input_tokens <= 30 and done.usage.output_tokens > 8
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

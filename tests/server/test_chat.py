@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from omniflow.errors import DeadlineError, OverloadedError, StageDiedError
+from omniflow.errors import DeadlineError, OverloadedError, StageDiedError, UnsupportedError
 from omniflow.media import (
     AudioPart,
     Chat,
@@ -79,9 +79,11 @@ async def test_options_reach_the_graph(client: httpx.AsyncClient, runtime: Scrip
     asked = {"temperature": 1, "top_p": 0.5, "seed": 3, "stop": ["a", "b"], "max_tokens": 9, "max_completion_tokens": 8}
     await client.post("/v1/chat/completions", json=ALOUD | asked | {"audio": {"voice": {"id": "joe"}, "format": "wav"}})
     await post(client, stop="end", max_tokens=9)
-    first, second = (submission.options for submission in runtime.submissions)
+    await post(client, top_p=0)
+    first, second, likeliest = (submission.options for submission in runtime.submissions)
     assert first == Options(temperature=1.0, top_p=0.5, seed=3, stop=("a", "b"), max_tokens=8, voice="joe")
     assert second == Options(stop=("end",), max_tokens=9)
+    assert likeliest is not None and likeliest.top_p is not None and 0 < likeliest.top_p < 0.001
 
 
 async def test_all_that_shapes_an_answer_reaches_the_graph(client: httpx.AsyncClient, runtime: ScriptedRuntime) -> None:
@@ -145,6 +147,16 @@ async def test_the_conversation_reaches_the_graph(client: httpx.AsyncClient, run
             ),
         )
     )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_no_stage_takes_is_a_fault_of_the_messages(
+    client: httpx.AsyncClient, runtime: ScriptedRuntime, stream: bool
+) -> None:
+    runtime.script = [UnsupportedError("this profile has no image encoder", stage="image_encoder")]
+    response = await post(client, stream=stream)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "messages") and "'image_encoder'" in error["message"]
 
 
 async def test_nulls_and_unknown_and_harmless_keys_are_taken(client: httpx.AsyncClient) -> None:
