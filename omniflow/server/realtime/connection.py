@@ -259,11 +259,10 @@ class Connection:
         self._flush()
 
     async def _listen(self, task: Listen) -> None:
-        try:
+        said: str | None = None
+        with contextlib.suppress(RequestError):  # nobody can tell: the pause lasts as long as where nobody was asked
             async with aclosing(self._words(task)) as words:
                 said = " ".join([text async for text in words])
-        except RequestError:  # nobody can tell: the pause lasts as long as where nobody was asked
-            return
         self._protocol.understood(task.pause, said)
 
     async def _words(self, task: Transcribe | Listen) -> AsyncGenerator[str]:

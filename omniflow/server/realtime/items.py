@@ -202,6 +202,7 @@ class Conversation:
         self._max_samples = max_samples
         self._order: list[str] = []
         self._entries: dict[str, Entry] = {}
+        self._grown = False
 
     def __contains__(self, id: str) -> bool:
         return id in self._entries
@@ -245,24 +246,32 @@ class Conversation:
         """Put `entry` where `place` said, or at the end."""
         self._order.insert(len(self._order) if at is None else at, entry.id)
         self._entries[entry.id] = entry
+        self._grown = True
 
     def delete(self, id: str) -> None:
         """Drop an item."""
         del self._entries[id]
         self._order.remove(id)
 
-    def overflow(self) -> list[str]:
-        """The oldest items, as far as there are too many; those still being made stay."""
+    def trim(self) -> list[str]:
+        """Hold the limits: forget the oldest sound, drop the oldest items but those still being made. Which ones went."""
+        if not self._grown:
+            return []
+        self._grown = False
         surplus = max(0, len(self._order) - self._max_items)
-        return [entry.id for entry in self if entry.status != "in_progress"][:surplus]
+        gone = [entry.id for entry in self if entry.status != "in_progress"][:surplus]
+        for id in gone:
+            self.delete(id)
+        self._spare_sound()
+        return gone
 
     def drop_answered_sound(self) -> None:
         """Forget the sound of what was said before the last answer and is known in words: it is not asked for again."""
         for at in range(_last_answer(list(self))):
             self._entries[self._order[at]].drop_known_sound()
 
-    def spare_sound(self) -> None:
-        """Forget the oldest sound beyond the limit: what is not known in words then, is lost."""
+    def _spare_sound(self) -> None:
+        """What is not known in words then, is lost."""
         left = self._max_samples
         for id in reversed(self._order):
             entry = self._entries[id]

@@ -34,6 +34,8 @@ from omniflow.server.realtime.turns import ServerVad
 
 _MOST_WRITTEN = 8
 """Transcriptions that run at once."""
+_MOST_LISTENED = 2
+"""Questions about pauses that run at once: sound may come faster than it is spoken, and bring many."""
 
 
 Work = Respond | Stop | Transcribe | Listen
@@ -70,15 +72,13 @@ class Protocol:
         self._hearing = Hearing(session, self._conversation, emit, bounds.buffer_s)
         self._responses = Responses(session, self._conversation, abilities, emit, clock)
         self._num_writing = 0
+        self._num_listening = 0
         self._events.append(events.SessionCreated(session=self._view()))
 
     def take(self) -> tuple[list[ServerEvent], list[Work]]:
         """The events to send, in order, and the work to do since the last call."""
-        if self._events:  # else no item is new
-            for id in self._conversation.overflow():
-                self._conversation.delete(id)
-                self._events.append(events.ItemDeleted(item_id=id))
-            self._conversation.spare_sound()
+        for id in self._conversation.trim():
+            self._events.append(events.ItemDeleted(item_id=id))
         work = [*self._responses.work, *self._take_writing()]
         self._responses.work.clear()
         sent = list(self._events)
@@ -92,7 +92,9 @@ class Protocol:
     def _is_written(self, task: Listen | Transcribe) -> bool:
         """False where it cannot be; the client is told."""
         if isinstance(task, Listen):
-            return self._abilities.transcribes
+            listens = self._abilities.transcribes and self._num_listening < _MOST_LISTENED
+            self._num_listening += listens
+            return listens
         if not self._abilities.transcribes:
             self._not_written(task.item_id, UnsupportedError("this graph does not transcribe"))
         elif self._num_writing >= _MOST_WRITTEN:
@@ -217,9 +219,11 @@ class Protocol:
             elif heard == "stopped" and detection.create_response:
                 self._responses.answer_turn()
 
-    def understood(self, pause: int, text: str) -> None:
-        """What was said before a pause, as a `Listen` asked."""
-        self._hearing.understood(pause, text)
+    def understood(self, pause: int, text: str | None) -> None:
+        """What was said before a pause, as a `Listen` asked; None where nobody can tell."""
+        self._num_listening -= 1
+        if text is not None:
+            self._hearing.understood(pause, text)
 
     def wrote(self, item_id: str, delta: str) -> None:
         """More of a transcript."""

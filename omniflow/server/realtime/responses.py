@@ -145,15 +145,14 @@ class Responses:
             self.require("tool_calls", "response.tools")
         chat = chat_of(_first(params.instructions, session.instructions), self._context(params))
         manner = self._manner(params, aloud=aloud)
+        options = self._options(params, manner, tools)
         answer = Answer(manner, None if params.conversation == "none" else self._conversation, self._emit)
         self._answers[answer.id] = answer
         if answer.in_conversation:
             self.waiting = False
             self.quiet_since_s = None
         wanted = {"text", "usage"} | ({"audio"} if aloud else set()) | ({"tool_calls"} if tools else set())
-        outputs = frozenset(wanted & self._abilities.outputs)
-        options = self._options(params, manner, tools)
-        self.work.append(Respond(answer.id, chat, outputs, options))
+        self.work.append(Respond(answer.id, chat, frozenset(wanted & self._abilities.outputs), options))
 
     def _context(self, params: client.ResponseParams) -> list[Entry]:
         if params.input is None:

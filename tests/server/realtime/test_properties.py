@@ -150,8 +150,8 @@ class Sessions(RuleBasedStateMachine):
         self.machine.take()
 
     @precondition(lambda self: self.machine.listens)
-    @rule(text=st.sampled_from(["Yes.", "and", ""]))
-    def understood(self, text: str) -> None:
+    @rule(text=st.sampled_from(["Yes.", "and", "", None]))
+    def understood(self, text: str | None) -> None:
         self.machine.protocol.understood(self.machine.listens.pop(0).pause, text)
         self.machine.take()
 

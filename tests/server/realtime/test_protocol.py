@@ -192,6 +192,19 @@ def test_what_was_said_before_the_last_answer_is_words_where_they_are_known() ->
     assert isinstance(users[1].parts[0], AudioPart) and isinstance(users[2].parts[0], AudioPart)
 
 
+def test_the_oldest_sound_is_forgotten_unless_it_is_words() -> None:
+    machine = Machine(MANUAL | TEXT, bounds=Bounds(buffer_s=1))
+    for words in ("first", None, None, None):
+        machine.send("input_audio_buffer.append", audio=silence(900))
+        item_id = machine.send("input_audio_buffer.commit")[0]["item_id"]
+        if words is not None:
+            machine.protocol.written(item_id, words, 0.9)
+    machine.send("response.create")
+    first, *others = machine.responds[-1].chat.messages
+    assert first.parts == (TextPart("first"),)
+    assert [len(part.data) for each in others for part in each.parts if isinstance(part, AudioPart)] == [28844] * 2
+
+
 # -- the input buffer ------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +374,16 @@ def test_what_was_said_before_an_earlier_pause_does_not_end_a_later_one() -> Non
     first, _ = machine.listens
     machine.protocol.understood(first.pause, "That is all.")
     assert machine.say([0.0] * 8) == []
+
+
+def test_few_pauses_are_asked_about_at_once() -> None:
+    machine = Machine({"audio": {"input": {"turn_detection": {"type": "semantic_vad"}}}}, bounds=Bounds(buffer_s=99))
+    machine.say(([0.9] * 10 + [0.0] * 8) * 10)
+    assert len(machine.listens) == 2
+    for task in machine.listens:
+        machine.protocol.understood(task.pause, None)
+    machine.say(([0.9] * 10 + [0.0] * 8) * 2)
+    assert len(machine.listens) == 4
 
 
 def test_the_user_says_nothing_for_too_long() -> None:
