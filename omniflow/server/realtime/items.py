@@ -254,7 +254,7 @@ class Conversation:
         self._order.remove(id)
 
     def trim(self) -> list[str]:
-        """Hold the limits: forget the oldest sound; drop the oldest items, less those still being made, and name them."""
+        """Hold the limits: forget the oldest sound, drop the oldest items (those being made stay) and name them."""
         if not self._grown:
             return []
         self._grown = False
