@@ -1,4 +1,7 @@
-"""A process that sends every item back over the link that its socket (argument 1) makes; ends with its peer."""
+"""A process that sends every item back over the link that its socket (argument 1) makes; ends with its peer.
+
+With a lane of the kind that argument 2 names; there edge 5 carries tensors.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from omniflow.errors import ErrorInfo
 from omniflow.messages import Message
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory
 from omniflow.transport.base import Link
+from tests.contract.ends import lane_of
 
 
 class Inner(msgspec.Struct, frozen=True):
@@ -44,13 +48,22 @@ class Echo:
         self.closed.set()
 
 
-async def main(descriptor: int) -> None:
+async def main(descriptor: int, kind: str) -> None:
     echo = Echo()
     memory = SharedMemory(2**26)
-    ArrowShmLink("test", echo, socket.socket(fileno=descriptor), memory, TYPES)
-    await echo.closed.wait()
+    lane = lane_of(kind, 2**24) if kind else None
+    if lane is not None:
+        import torch
+
+        TYPES[5] = torch.Tensor
+    link = ArrowShmLink("test", echo, socket.socket(fileno=descriptor), memory, TYPES, lane=lane)
+    async with anyio.create_task_group() as tasks:
+        if lane is not None:
+            tasks.start_soon(lane.serve, link)
+        await echo.closed.wait()
+        tasks.cancel_scope.cancel()
     memory.close()
 
 
 if __name__ == "__main__":
-    anyio.run(main, int(sys.argv[1]))
+    anyio.run(main, int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")

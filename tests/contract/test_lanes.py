@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import anyio
@@ -13,10 +16,11 @@ import pytest
 from omniflow.errors import DeviceError
 from omniflow.messages import LaneAnswer
 from omniflow.transport import nccl
+from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 from omniflow.transport.cuda_ipc import FREED, Arena, CudaIpcLane, DevicePool, reached
 from omniflow.transport.nccl import NcclLane
 
-from .ends import Ends
+from .ends import Ends, Inbox, lane_of
 
 torch = pytest.importorskip("torch")
 from . import host_memory  # noqa: E402 - needs torch
@@ -349,6 +353,44 @@ async def test_torch_finds_our_store_whenever_it_asks(monkeypatch: pytest.Monkey
         for store in stores:
             store.set("key", "value")
             assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
+async def test_another_process_is_killed_and_the_next_one_serves(kind: str) -> None:
+    """It holds tensors of ours, has sent some that we hold, and more are on their way."""
+    for number in range(2):
+        lane, inbox, memory = lane_of(kind, 2**24), Inbox(), SharedMemory(2**24)
+        ours, theirs = socket_pair()
+        process = echo_process(theirs, kind)
+        link = ArrowShmLink("echo", inbox, ours, memory, {5: torch.Tensor}, lane=lane)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lane.serve, link)
+            with anyio.fail_after(60):
+                while not lane.is_open:
+                    await anyio.sleep(0.005)
+            link.send_item(5, 1, 0, torch.full((100_000,), number))
+            got = (await inbox.item()).value
+            for seq in range(1, 10):
+                link.send_item(5, 1, seq, torch.zeros(100_000))
+            process.kill()
+            with anyio.fail_after(5):
+                await inbox.closed.wait()
+            assert (lane.pool.blocks_in_use, link.statistics().blocks_held) == (0, 0)
+            assert got.sum() == number * 100_000
+            tasks.cancel_scope.cancel()
+        process.wait()
+        memory.close()
+        if isinstance(lane, CudaIpcLane):
+            lane.pool.close()
+        inbox.items.clear()
+        del got
+
+
+def echo_process(link: socket.socket, kind: str) -> subprocess.Popen[bytes]:
+    """A process that sends back what it gets, by a lane as well."""
+    with link:
+        command = [sys.executable, "-m", "tests.contract.echo", str(link.fileno()), kind]
+        return subprocess.Popen(command, pass_fds=[link.fileno()])
 
 
 async def test_a_receive_that_fails_fails_its_request_and_closes_the_lane() -> None:
