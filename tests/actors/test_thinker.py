@@ -261,6 +261,11 @@ async def test_refusals_of_the_engine_end_the_request_only(folder: Path) -> None
         assert (await think(thinker, prompt(3), max_tokens=2, temperature=0.0))[1].completion_tokens == 2
 
 
+async def test_sglang_has_its_process_for_itself() -> None:
+    assert Thinker.wants_process({"engine": "sglang"})
+    assert not Thinker.wants_process({})
+
+
 async def test_a_cancelled_run_leaves_the_batch(folder: Path) -> None:
     async with started(folder) as thinker:
         thinker._defaults = msgspec.structs.replace(thinker._defaults, stop_token_ids=frozenset())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -561,6 +562,27 @@ def check_edges(spec: GraphSpec, found: Plan) -> None:
             on = [host.devices for host in found.hosts if host.name in ends]
             assert all(devices[0].startswith("gpu") for devices in on)
             assert (on[0][0] == on[1][0]) == (edge.transport == "cuda_ipc")
+
+
+def test_a_setting_may_decide_that_an_engine_owns_its_process() -> None:
+    class Either(Heavy):
+        def __init__(self, *, engine: str = "plain") -> None: ...
+
+        @classmethod
+        def wants_process(cls, settings: Mapping[str, Any]) -> bool:
+            return settings.get("engine") == "alone"
+
+    def hosts(engine: str) -> list[tuple[str, ...]]:
+        graph = Graph("g")
+        first = graph.stage("first", Heavy, device="gpu")
+        second = graph.stage("second", Either, device="gpu", engine=engine)
+        graph.result(first, second)
+        graph.input(a=first)
+        graph.output(b=second)
+        return [host.stages for host in plan(graph.spec(), cluster_named("1xh200")).hosts]
+
+    assert hosts("plain") == [("first", "second")]
+    assert hosts("alone") == [("first",), ("second",)]
 
 
 @given(graphs(), st.sampled_from(CLUSTERS), st.randoms())
