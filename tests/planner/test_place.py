@@ -565,24 +565,24 @@ def check_edges(spec: GraphSpec, found: Plan) -> None:
 
 
 def test_a_setting_may_decide_that_an_engine_owns_its_process() -> None:
-    class Either(Heavy):
+    class Choosing(Heavy):
         def __init__(self, *, engine: str = "plain") -> None: ...
 
         @classmethod
         def wants_process(cls, settings: Mapping[str, Any]) -> bool:
             return settings.get("engine") == "alone"
 
-    def hosts(engine: str) -> list[tuple[str, ...]]:
+    def stages(engine: str) -> list[tuple[str, ...]]:
         graph = Graph("g")
         first = graph.stage("first", Heavy, device="gpu")
-        second = graph.stage("second", Either, device="gpu", engine=engine)
+        second = graph.stage("second", Choosing, device="gpu", engine=engine)
         graph.result(first, second)
         graph.input(a=first)
         graph.output(b=second)
         return [host.stages for host in plan(graph.spec(), cluster_named("1xh200")).hosts]
 
-    assert hosts("plain") == [("first", "second")]
-    assert hosts("alone") == [("first",), ("second",)]
+    assert stages("plain") == [("first", "second")]
+    assert stages("alone") == [("first",), ("second",)]
 
 
 @given(graphs(), st.sampled_from(CLUSTERS), st.randoms())
