@@ -19,6 +19,7 @@ import msgspec
 
 from omniflow.errors import ProtocolError
 from omniflow.media import AudioChunk, Generated, ToolCallDelta
+from omniflow.server.chat_request import Voice
 from omniflow.server.realtime import server_events as events
 from omniflow.server.realtime.audio import AudioFormat, AudioOut
 from omniflow.server.realtime.items import Conversation, Entry, Spoken, Written
@@ -36,7 +37,7 @@ class Manner(msgspec.Struct, frozen=True):
 
     aloud: bool
     format: AudioFormat
-    voice: str
+    voice: Voice
     max_output_tokens: int | Literal["inf"]
     metadata: dict[str, str] | None = None
 
@@ -206,7 +207,9 @@ class Answer:
             output=output,
             output_modalities=("audio",) if manner.aloud else ("text",),
             max_output_tokens=manner.max_output_tokens,
-            audio={"output": {"format": msgspec.to_builtins(manner.format), "voice": manner.voice}},
+            audio={
+                "output": {"format": msgspec.to_builtins(manner.format), "voice": msgspec.to_builtins(manner.voice)}
+            },
             conversation_id=self._conversation.id if self._conversation is not None else None,
             status_details=details,
             metadata=manner.metadata,

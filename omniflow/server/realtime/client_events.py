@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from omniflow.errors import InvalidInputError
 from omniflow.server.body import invalid_field
+from omniflow.server.chat_request import Voice
 from omniflow.server.failures import MalformedBodyError
 from omniflow.server.realtime.audio import AudioFormat
 from omniflow.server.realtime.settings import FunctionTool, MaxTokens, Modalities, ToolChoice
@@ -98,7 +99,7 @@ class ResponseOutput(Struct, frozen=True):
     """How a response sounds."""
 
     format: AudioFormat | None = None
-    voice: str | None = None
+    voice: Voice | None = None
 
 
 class ResponseAudio(Struct, frozen=True):

@@ -9,8 +9,9 @@ from msgspec import Meta, Struct
 
 from omniflow.errors import UnsupportedError
 from omniflow.server.call import Call
+from omniflow.server.chat_request import voice_name
 from omniflow.server.realtime.server_events import new_id
-from omniflow.server.realtime.settings import Session, updated, view
+from omniflow.server.realtime.settings import DEFAULT_VOICE, Session, updated, view
 from omniflow.server.service import Service
 
 
@@ -49,6 +50,9 @@ async def create_client_secret(service: Service, call: Call) -> None:
         service.require_entry("transcription", "speech to transcribe")
     elif session.tools and "tool_calls" not in service.runtime.plan.outputs_of("chat"):
         raise UnsupportedError("session.tools: this graph gives no calls of tools", param="session.tools")
+    output = session.audio.output
+    if output.voice != DEFAULT_VOICE:
+        service.voice(voice_name(output.voice), "session.audio.output.voice")
     seconds = request.expires_after.seconds if request.expires_after is not None else None
     secret = service.keys.issue(seconds or _DEFAULT_S, msgspec.json.encode(asked))
     shown = view(session, new_id("sess"), secret.expires_at)

@@ -129,7 +129,7 @@ def _transcribing(session: Session) -> Session:
 def _abilities(service: Service) -> Abilities:
     plan: Plan = service.runtime.plan
     outputs = frozenset(plan.outputs_of("chat")) if "chat" in plan.inputs else frozenset()
-    return Abilities(service.aliases | {service.model}, outputs, "transcription" in plan.inputs)
+    return Abilities(service.aliases | {service.model}, outputs, "transcription" in plan.inputs, service.voice)
 
 
 async def _refuse(socket: WebSocket, error: RequestError) -> None:

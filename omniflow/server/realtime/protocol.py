@@ -167,6 +167,7 @@ class Protocol:
             self._responses.require("audio", "session.output_modalities")
         if new.tools and not self.session.tools:
             self._responses.require("tool_calls", "session.tools")
+        self._responses.voice(new.audio.output.voice, "session.audio.output.voice")
         self.session = self._responses.session = new
         self._hearing.configure(new)
         self._events.append(events.SessionUpdated(session=self._view()))

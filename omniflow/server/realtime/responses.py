@@ -14,11 +14,12 @@ from omniflow.errors import (
     UnsupportedError,
 )
 from omniflow.media import AudioChunk, Chat, Generated, Options, TextDelta, ToolCallDelta
+from omniflow.server.chat_request import Voice, voice_name
 from omniflow.server.realtime import client_events as client
 from omniflow.server.realtime.answers import Answer, Emit, Ending, Manner
 from omniflow.server.realtime.items import Conversation, Entry, ItemError, chat_of, entry_of
 from omniflow.server.realtime.server_events import ErrorDetail, ErrorEvent, StatusDetails
-from omniflow.server.realtime.settings import FunctionTool, NamedTool, Session, ToolChoice
+from omniflow.server.realtime.settings import DEFAULT_VOICE, FunctionTool, NamedTool, Session, ToolChoice
 
 _MOST_BESIDE = 4
 """Responses beside the conversation that run at once."""
@@ -46,6 +47,8 @@ class Abilities(NamedTuple):
     outputs: frozenset[str]
     """Of its input `chat`."""
     transcribes: bool
+    voice: Callable[[str | None, str], str | None] = lambda asked, param: asked
+    """The voice that a name stands for. Raises InvalidInputError, naming the field, where it stands for none."""
 
 
 class ActiveResponseError(InvalidInputError):
@@ -93,6 +96,10 @@ class Responses:
             what = {"audio": "speech", "tool_calls": "calls of tools"}[output]
             raise UnsupportedError(f"{param}: this graph gives no {what}", param=param)
 
+    def voice(self, voice: Voice, param: str) -> str | None:
+        """What the graph calls a voice. Raises InvalidInputError, naming `param`, where it has none of that name."""
+        return None if voice == DEFAULT_VOICE else self._abilities.voice(voice_name(voice), param)
+
     @property
     def idle(self) -> bool:
         """True while none runs."""
@@ -131,7 +138,7 @@ class Responses:
             return
         try:
             self._begin(client.ResponseParams())
-        except InvalidInputError as error:
+        except RequestError as error:
             self._emit(ErrorEvent(error=error_detail(error, None)))
 
     def _begin(self, params: client.ResponseParams) -> None:
@@ -183,7 +190,7 @@ class Responses:
         mode: Literal["auto", "none", "required"] = "required" if isinstance(choice, NamedTool) else choice
         return Options(
             max_tokens=None if manner.max_output_tokens == "inf" else manner.max_output_tokens,
-            voice=None if manner.voice == "default" else manner.voice,
+            voice=self.voice(manner.voice, "response.audio.output.voice"),
             speed=self.session.audio.output.speed,
             tools=tuple(tool.for_graph() for tool in tools),
             tool_choice=mode if tools else "auto",

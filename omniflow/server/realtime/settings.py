@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from omniflow.errors import InvalidInputError
 from omniflow.media import Tool as GraphTool
 from omniflow.server.body import invalid_field
+from omniflow.server.chat_request import Voice
 from omniflow.server.realtime.audio import AudioFormat, Pcm
 from omniflow.server.realtime.turns import ServerVad, TurnDetection
 
@@ -46,6 +47,8 @@ _TABLES = frozenset(
 MAX_ECHO_BYTES = 900_000
 """Of what is sent back as a whole (a session, an item): clients take messages below 1 MiB."""
 
+DEFAULT_VOICE = "default"
+"""The one that the graph speaks with by itself."""
 _MAX_DEPTH = 32
 """Of what clients nest: schemas of tools need ten."""
 
@@ -121,7 +124,7 @@ class Output(Struct, frozen=True, kw_only=True):
     """What goes out."""
 
     format: AudioFormat = Pcm()
-    voice: str = "default"
+    voice: Voice = DEFAULT_VOICE
     speed: Annotated[float, Meta(ge=0.25, le=4)] = 1.0
 
 

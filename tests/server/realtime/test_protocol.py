@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omniflow.errors import DeadlineError, StageDiedError
+from omniflow.errors import DeadlineError, InvalidInputError, StageDiedError
 from omniflow.media import AudioChunk, AudioPart, Generated, TextDelta, TextPart, ToolCall, ToolCallDelta
 from omniflow.server.realtime.protocol import Bounds
 from omniflow.server.realtime.responses import Abilities
@@ -64,6 +64,27 @@ def test_a_graph_that_does_not_speak_answers_in_text() -> None:
     error = error_of(machine.send("session.update", session={"tools": [WEATHER]}))
     assert error["param"] == "session.tools" and error["code"] == "unsupported_value"
     assert kinds(machine.send("session.update", session={"tools": []})) == ["session.updated"]
+
+
+def test_voices() -> None:
+    def voice(asked: str | None, param: str) -> str | None:
+        if asked not in ("joe", "alloy"):
+            raise InvalidInputError(f"{param}: there is no voice {asked!r}", param=param)
+        return "joe"
+
+    machine = Machine(abilities=EVERYTHING._replace(voice=voice))
+    assert machine.ask().options.voice is None
+    machine.send("response.cancel")
+    assert kinds(machine.send("session.update", session={"audio": {"output": {"voice": "alloy"}}})) == [
+        "session.updated"
+    ]
+    assert machine.ask().options.voice == "joe"
+    machine.send("response.cancel")
+    error = error_of(machine.send("session.update", session={"audio": {"output": {"voice": "bob"}}}))
+    assert error["param"] == "session.audio.output.voice"
+    error = error_of(machine.send("response.create", response={"audio": {"output": {"voice": {"id": "bob"}}}}))
+    assert error["param"] == "response.audio.output.voice"
+    assert machine.ask().options.voice == "joe"
 
 
 def test_another_model_is_refused() -> None:
@@ -516,12 +537,12 @@ def test_overrides_of_one_response() -> None:
         instructions="short",
         max_output_tokens=9,
         metadata={"client_event_id": "x"},
-        audio={"output": {"voice": "joe"}},
+        audio={"output": {"voice": {"id": "joe"}}},
         conversation="auto",
     )
     created = machine.events[-1]["response"]
     assert created["metadata"] == {"client_event_id": "x"} and created["max_output_tokens"] == 9
-    assert created["audio"]["output"]["voice"] == "joe" and created["output_modalities"] == ["text"]
+    assert created["audio"]["output"]["voice"] == {"id": "joe"} and created["output_modalities"] == ["text"]
     assert task.options.max_tokens == 9 and task.options.voice == "joe"
     assert task.chat.messages[0].parts == (TextPart("short"),)
     assert machine.gives(task, TextDelta("x"))[-1]["response"]["metadata"] == {"client_event_id": "x"}

@@ -87,7 +87,7 @@ def test_sound_comes_with_its_transcript() -> None:
         (turns(type="semantic_vad", eagerness="very"), "session.audio.input.turn_detection.eagerness"),
         (turns(create_response="yes"), "session.audio.input.turn_detection.create_response"),
         ({"audio": {"output": {"speed": 9}}}, "session.audio.output.speed"),
-        ({"audio": {"output": {"voice": {"id": "x"}}}}, "session.audio.output.voice"),
+        ({"audio": {"output": {"voice": {"id": 5}}}}, "session.audio.output.voice.id"),
         ({"include": "all"}, "session.include"),
     ],
 )
