@@ -1,0 +1,146 @@
+"""The decoder half of Ming's AudioVAE: latents at 12.5 Hz to sound, with a carried state instead of windows.
+
+    latents -> linear -> linear interpolation to 4 frames each -> Qwen2 -> spectra -> overlapping windows, added up
+
+All that it sees of the future is half a latent for the interpolation and one and a half frames for the overlap. So the
+first step gives sound at once, and each further step all but the last 3.5 frames (of 20 ms) of what it has been given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from actors.ming.config import AudioVae
+from actors.ming.qwen2 import KeyValues, Qwen2Decoder
+from actors.ming.weights import AUDIO_VAE, load, part
+from actors.streaming_decoder import StreamingDecoder
+from omniflow.errors import ContextLengthError, WeightsError
+
+_OVERLAP = 4
+"""Frames that sound at the same time: a window is as many hops long."""
+_MAX_MAGNITUDE = 100.0
+
+
+class AudioStream:
+    """The state of one stream of an `AudioVaeDecoder`."""
+
+    def __init__(self, past: KeyValues, tails: torch.Tensor, skip: int) -> None:
+        self.past = past
+        self.latent: torch.Tensor | None = None
+        """The last one [1, hidden], whose second half waits for the next."""
+        self.num_latents = 0
+        self.tails = tails
+        """[2, overlap - 1, hop]: sound, and the sum of squared windows, to which later frames add."""
+        self.skip = skip
+        """Samples at the front that are no part of the sound."""
+
+
+class AudioVaeDecoder(nn.Module, StreamingDecoder[AudioStream]):
+    """float32 latents [n, latent_dim] to mono samples; float32, on the device that it is moved to.
+
+    A stream is a segment: its keys and values grow with it, up to `max_latents`, in layers without a window.
+    """
+
+    channels = 1
+    _window: torch.Tensor
+    _weights: torch.Tensor
+
+    def __init__(self, config: AudioVae) -> None:
+        super().__init__()
+        decoder, ratio = config.dec_kwargs, max(1, config.patch_size)
+        self._backbone = decoder.backbone
+        self._hop, self._ratio = decoder.output_dim, ratio
+        self._edge = (_OVERLAP - 1) * self._hop // 2
+        """Samples that are cut off at the front, and as many at the end."""
+        self._first = (ratio + 1) // 2
+        """Frames of a latent that do not look at the next one."""
+        self.sample_rate_hz, self.samples_per_frame = config.sample_rate, ratio * self._hop
+        self.latent_dim = decoder.latent_dim
+        self.max_latents = decoder.backbone.max_position_embeddings // ratio
+        # Half a latent, and as much of the last frames as is cut off at the front.
+        self.holdback = -(-(2 * (ratio - self._first) + _OVERLAP - 1) // (2 * ratio))
+        hidden = decoder.backbone.hidden_size
+        self.fc1 = nn.Linear(decoder.latent_dim, hidden)
+        self.decoder = Qwen2Decoder(decoder.backbone.shape)
+        self.head = nn.ModuleDict({"out": nn.Linear(hidden, _OVERLAP * self._hop + 2)})
+        self.register_buffer("_window", torch.hann_window(_OVERLAP * self._hop), persistent=False)
+        places = torch.arange(ratio) + (1.0 if ratio % 2 else 0.5)
+        self.register_buffer("_weights", (places / ratio)[:, None], persistent=False)
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take the decoder's weights of a checkpoint, its own folder's or those under `audio.`. Raises WeightsError."""
+        own = part(weights, tuple(f"{prefix}decoder." for prefix in AUDIO_VAE))
+        own.pop("decoder.embed_tokens.weight", None)  # never used: its inputs are no tokens
+        unused = ("fc2.", "fc3.", "semantic_model.")  # of the branch for understanding, which makes no sound
+        load(self, {name: each for name, each in own.items() if not name.startswith(unused)}, "the AudioVAE's decoder")
+
+    def init(self) -> AudioStream:
+        """The state of a new stream."""
+        tails = self._window.new_zeros(2, _OVERLAP - 1, self._hop)
+        return AudioStream(KeyValues(self._backbone), tails, self._edge)
+
+    @torch.inference_mode()
+    def step(self, state: AudioStream, frames: np.ndarray, last: bool) -> np.ndarray:
+        """See `StreamingDecoder.step`. Raises ContextLengthError for a stream of more than `max_latents`."""
+        state.num_latents += len(frames)
+        if state.num_latents > self.max_latents:
+            raise ContextLengthError(
+                f"{state.num_latents} latents in one segment; at most {self.max_latents} fit: begin a new stream"
+            )
+        latents = torch.from_numpy(np.array(frames, np.float32, order="C")).to(self._window.device)
+        spread = self._spread(state, self.fc1(latents.reshape(-1, self.latent_dim)), last)
+        waves = self._window.new_zeros(0, len(self._window))
+        if len(spread):
+            waves = self._waves(self.head["out"](state.past.step(self.decoder, spread)))
+        samples: np.ndarray = self._sound(state, waves, last).cpu().numpy()
+        return samples
+
+    def _spread(self, state: AudioStream, latents: torch.Tensor, last: bool) -> torch.Tensor:
+        """The frames [n * ratio, hidden] on the lines between the latents [n, hidden], level before the first."""
+        known = latents if state.latent is None else torch.cat([state.latent, latents])
+        if not len(known):
+            return known
+        start, end = known[:-1, None], known[1:, None]
+        frames = [torch.lerp(start, end, self._weights).flatten(0, 1)]
+        if state.latent is None:
+            frames.insert(0, known[:1].expand(self._first, -1))
+        if last:
+            frames.append(known[-1:].expand(self._ratio - self._first, -1))
+        state.latent = known[-1:]
+        return torch.cat(frames)
+
+    def _waves(self, spectra: torch.Tensor) -> torch.Tensor:
+        """[n, overlap * hop] of spectra [n, overlap * hop + 2]: logarithms of magnitudes, then phases."""
+        magnitude, phase = spectra.chunk(2, dim=-1)
+        spectrum = torch.polar(magnitude.exp().clamp(max=_MAX_MAGNITUDE), phase)
+        waves: torch.Tensor = torch.fft.irfft(spectrum, len(self._window)) * self._window
+        return waves
+
+    def _sound(self, state: AudioStream, waves: torch.Tensor, last: bool) -> torch.Tensor:
+        """The samples that the next `waves` make certain."""
+        count, size = len(waves), (_OVERLAP, self._hop)
+        parts = torch.stack([waves, self._window.square().expand_as(waves)]).reshape(2, count, *size)
+        sums = waves.new_zeros(2, count + _OVERLAP - 1, self._hop)
+        sums[:, : _OVERLAP - 1] = state.tails
+        for offset in range(_OVERLAP):
+            sums[:, offset : offset + count] += parts[:, :, offset]
+        state.tails = sums[:, count:].clone()
+        sound, weight = (sums if last else sums[:, :count]).flatten(1)
+        stop = len(sound) - self._edge if last else len(sound)
+        skip = min(state.skip, stop)
+        state.skip -= skip
+        samples: torch.Tensor = sound[skip:stop] / weight[skip:stop]
+        return samples
+
+
+def load_audio_vae(config: AudioVae, weights: Mapping[str, torch.Tensor]) -> AudioVaeDecoder:
+    """The decoder of `config` with its weights, float32 on the CPU. Raises WeightsError where they do not fit."""
+    if config.dec_kwargs.output_dim % 2:
+        raise WeightsError(f"output_dim is {config.dec_kwargs.output_dim}; half of a window's overlap must be whole")
+    decoder = AudioVaeDecoder(config)
+    decoder.load(weights)
+    return decoder.requires_grad_(False).eval()

@@ -1,0 +1,129 @@
+"""Qwen2's decoder for one stream at a time, with the keys and values of what it has seen."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from actors.ming.config import Qwen2
+from omniflow.engine.decoder import Attend, DecoderShape, RMSNorm, Rotary, attend_last
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self._heads, self._kv_heads, self._dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+        self.qkv_proj = nn.Linear(shape.hidden_size, (self._heads + 2 * self._kv_heads) * self._dim)
+        self.o_proj = nn.Linear(self._heads * self._dim, shape.hidden_size, bias=False)
+
+    def forward(
+        self, x: torch.Tensor, layer: int, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self._dim))
+        qk, value = qkv[..., : -self._kv_heads, :], qkv[..., -self._kv_heads :, :]
+        qk = qk * cos + qk.roll(self._dim // 2, -1) * sin
+        attended = attend(layer, qk[..., : self._heads, :], qk[..., self._heads :, :], value)
+        y: torch.Tensor = self.o_proj(attended.flatten(-2))
+        return y
+
+
+class _Mlp(nn.Module):
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(shape.hidden_size, 2 * shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        y: torch.Tensor = self.down_proj(F.silu(gate) * up)
+        return y
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = _Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = _Mlp(shape)
+
+    def forward(
+        self, x: torch.Tensor, layer: int, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), layer, cos, sin, attend)
+        y: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return y
+
+
+class Qwen2Decoder(nn.Module):
+    """Layers and last norm: inputs [..., hidden] at `positions` [...] to outputs [..., hidden]; attention is given."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.rotary = Rotary(shape)
+        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | slice, attend: Attend) -> torch.Tensor:
+        cos, sin = self.rotary.cos[positions], self.rotary.sin[positions]
+        for number, layer in enumerate(self.layers):
+            x = layer(x, number, cos, sin, attend)
+        normed: torch.Tensor = self.norm(x)
+        return normed
+
+
+class KeyValues:
+    """What one stream through a `Qwen2Decoder` has seen.
+
+    A layer that sees all keeps all; one with a window keeps no more than the window. `length` is that of the stream.
+    """
+
+    def __init__(self, config: Qwen2) -> None:
+        self.length = 0
+        self._windows = config.windows
+        self._stored: list[torch.Tensor | None] = [None] * config.num_hidden_layers
+        """Each [2, kv_heads, capacity, dim], of which the first positions are filled."""
+        self._filled = [0] * config.num_hidden_layers
+
+    @property
+    def num_stored(self) -> int:
+        """Positions that are kept, of all layers."""
+        return sum(self._filled)
+
+    def step(self, decoder: Qwen2Decoder, inputs: torch.Tensor) -> torch.Tensor:
+        """What `decoder` gives for the next `inputs` [n, hidden], [n, hidden]."""
+        start, self.length = self.length, self.length + len(inputs)
+        output: torch.Tensor = decoder(inputs, slice(start, self.length), self._attend)
+        return output
+
+    def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        stored = self._append(layer, torch.stack([key, value]).transpose(1, 2))
+        window = self._windows[layer]
+        if window is None or stored.shape[2] <= window:
+            return attend_last(query[None], stored[:1], stored[1:])[0]
+        count, length = len(query), stored.shape[2]
+        mask = torch.ones(count, length, dtype=torch.bool, device=query.device)
+        mask = mask.tril(length - count).triu(length - count - window + 1)
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1), stored[0], stored[1], attn_mask=mask, enable_gqa=True
+        )
+        return attended.transpose(0, 1)
+
+    def _append(self, layer: int, new: torch.Tensor) -> torch.Tensor:
+        """All [2, kv_heads, length, dim] that the layer's new inputs see, `new` being theirs."""
+        window, stored, filled = self._windows[layer], self._stored[layer], self._filled[layer]
+        end = filled + new.shape[2]
+        if stored is None:
+            both, heads, _, dim = new.shape
+            stored = new.new_empty(both, heads, end, dim)
+        elif end > stored.shape[2]:
+            both, heads, _, dim = new.shape
+            # Twice what is needed: a stream of n steps copies less than 2n positions in all.
+            stored = torch.cat([stored[:, :, :filled], new.new_empty(both, heads, 2 * end - filled, dim)], dim=2)
+        stored[:, :, filled:end] = new
+        seen = stored[:, :, :end]
+        if window is not None and end >= window:
+            stored, end = seen[:, :, end - window + 1 :].clone(), window - 1
+        self._stored[layer], self._filled[layer] = stored, end
+        return seen

@@ -1,0 +1,32 @@
+"""The tiny checkpoint and what the reference implementation made of it: see fixtures/README.md."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from actors.ming.config import Talker
+from actors.ming.weights import read_folder
+
+FIXTURES = Path(__file__).with_name("fixtures")
+CHECKPOINT = FIXTURES / "tiny_ming"
+CONFIG = Talker.load(CHECKPOINT)
+
+
+@functools.cache
+def weights() -> dict[str, torch.Tensor]:
+    return read_folder(CHECKPOINT)
+
+
+@functools.cache
+def expected() -> dict[str, torch.Tensor]:
+    return load_file(FIXTURES / "expected.safetensors")
+
+
+def apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    assert got.shape == wanted.shape
+    return float((got - wanted).abs().max() / wanted.abs().max())
