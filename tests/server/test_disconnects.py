@@ -32,7 +32,7 @@ def request(rng: random.Random) -> bytes:
     body: dict[str, Any] = {"model": "parrot", "stream": rng.random() < 0.5}
     if rng.random() < 0.7:
         path = "/v1/chat/completions"
-        body |= {"messages": [{"role": "user", "content": words}]}
+        body |= {"messages": [{"role": "user", "content": words}], "n": rng.choice([1, 1, 3])}
         if rng.random() < 0.5:
             body |= {"modalities": ["text", "audio"], "audio": {"voice": "a"}}
     else:
