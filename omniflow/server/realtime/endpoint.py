@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from omniflow.errors import InvalidInputError, OverloadedError, RequestError, UnavailableError
+from omniflow.errors import InvalidInputError, OverloadedError, RequestError, UnavailableError, UnsupportedError
 from omniflow.server.exchange import exchange_of
 from omniflow.server.keys import key_of
 from omniflow.server.realtime.connection import REFUSED, Connection
@@ -101,6 +101,8 @@ class Realtime:
 def first_settings(service: Service, socket: WebSocket) -> Session:
     """What a session begins with. Raises ModelNotFoundError or UnsupportedError where it cannot begin."""
     query = socket.query_params
+    if "call_id" in query:
+        raise UnsupportedError("call_id: calls over SIP or WebRTC are not served, only WebSockets", param="call_id")
     transcribes = query.get("intent") == "transcription"
     model = query.get("model") or service.model
     if not transcribes:

@@ -129,11 +129,16 @@ async def test_subprotocols(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "code"), [("model=gpt-realtime", "model_not_found"), ("model=x&intent=none", "model_not_found")]
+    ("query", "code", "param"),
+    [
+        ("model=gpt-realtime", "model_not_found", "model"),
+        ("model=x&intent=none", "model_not_found", "model"),
+        ("call_id=rtc_1", "unsupported_value", "call_id"),
+    ],
 )
-async def test_an_unknown_model_is_refused_with_its_reason(scene: Scene, query: str, code: str) -> None:
+async def test_what_is_not_served_is_refused_with_its_reason(scene: Scene, query: str, code: str, param: str) -> None:
     async with scene.client(query) as client:
-        assert client.events[0]["error"]["code"] == code and client.events[0]["error"]["param"] == "model"
+        assert client.events[0]["error"]["code"] == code and client.events[0]["error"]["param"] == param
         assert (await closed_with(client))[0] == 1008
 
 
