@@ -51,7 +51,7 @@ class Echo:
 async def main(descriptor: int, kind: str) -> None:
     echo = Echo()
     memory = SharedMemory(2**26)
-    lane = lane_of(kind, 2**24) if kind else None
+    lane = lane_of(kind, 2**24, apart=True) if kind else None
     if lane is not None:
         import torch
 

@@ -79,15 +79,16 @@ class Inbox:
         return self.items.popleft()
 
 
-def lane_of(kind: str, limit_bytes: int) -> Lane | None:
-    """One end of a lane that a CPU has."""
+def lane_of(kind: str, limit_bytes: int, *, apart: bool = False) -> Lane | None:
+    """One end of a lane that a CPU has; `apart` where the other end is in another process."""
     if kind in ("local_object", "arrow_shm"):
         return None
     pytest.importorskip("torch")
     if kind.startswith("cuda_ipc"):
         from . import host_memory
 
-        attach = host_memory.attach_far if kind.endswith("another GPU") else host_memory.attach
+        near = host_memory.attach_apart if apart else host_memory.attach
+        attach = host_memory.attach_far if kind.endswith("another GPU") else near
         pool = DevicePool(limit_bytes, host_memory.take)
         return CudaIpcLane(pool, attach, sends=True, receives=True, device_type="cpu")
     return NcclLane("gloo", limit_bytes, sends=True, receives=True)

@@ -1,12 +1,14 @@
 """Host memory in the place of a GPU's: what CUDA IPC does with blocks and words is the same, and runs anywhere.
 
-A "stream" here is through with what it was given as soon as it was given it, unless `hold` makes it wait.
+A "stream" here is through with what it was given as soon as it was given it, unless `held` makes it wait. Where the
+other end is another process (`apart`), it really waits for a word, for a second at most.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import time
 
 import numpy as np
 import torch
@@ -17,10 +19,11 @@ from omniflow.transport.cuda_ipc import NUM_SLOTS, DeviceMemory, reached
 class HostMemory(DeviceMemory):
     device = ""
 
-    def __init__(self, memory: int, words: int, size: int, *, is_near: bool = True) -> None:
+    def __init__(self, memory: int, words: int, size: int, *, is_near: bool = True, apart: bool = False) -> None:
         self.size_bytes = size
         self.is_near = is_near
         self._descriptors = memory, words
+        self._apart = apart
         self._map = mmap.mmap(memory, size)
         self.words = memoryview(mmap.mmap(words, NUM_SLOTS * 8)).cast("I", (NUM_SLOTS, 2))
         self.held: list[tuple[int, int, int]] | None = None
@@ -50,6 +53,9 @@ class HostMemory(DeviceMemory):
 
     def wait(self, slot: int, word: int, value: int) -> None:
         self.waits.append((slot, word, value))
+        until = time.monotonic() + 1
+        while self._apart and not reached(self.words[slot, word], value) and time.monotonic() < until:
+            time.sleep(0)
 
     def waits_for_ever(self) -> bool:
         """True where the stream waits for a word that nobody has written yet."""
@@ -69,6 +75,11 @@ def take(size: int) -> HostMemory:
 
 def attach(memory: int, words: int, size: int, device: str) -> HostMemory:
     return HostMemory(os.dup(memory), os.dup(words), size)
+
+
+def attach_apart(memory: int, words: int, size: int, device: str) -> HostMemory:
+    """In another process."""
+    return HostMemory(os.dup(memory), os.dup(words), size, apart=True)
 
 
 def attach_far(memory: int, words: int, size: int, device: str) -> HostMemory:

@@ -355,11 +355,11 @@ async def test_torch_finds_our_store_whenever_it_asks(monkeypatch: pytest.Monkey
             assert store.get("key") == b"value"
 
 
-@pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
-async def test_another_process_is_killed_and_the_next_one_serves(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "lives"), [("cuda_ipc", 1), ("nccl", 2)])
+async def test_another_process_is_killed_and_the_next_one_serves(kind: str, lives: int) -> None:
     """It holds tensors of ours, has sent some that we hold, and more are on their way."""
-    for number in range(2):
-        lane, inbox, memory = lane_of(kind, 2**24), Inbox(), SharedMemory(2**24)
+    for number in range(lives):
+        lane, inbox, memory = lane_of(kind, 2**24, apart=True), Inbox(), SharedMemory(2**24)
         ours, theirs = socket_pair()
         process = echo_process(theirs, kind)
         link = ArrowShmLink("echo", inbox, ours, memory, {5: torch.Tensor}, lane=lane)
