@@ -21,7 +21,7 @@ import numpy as np
 
 from actors.catalogue import PACKAGED
 from actors.roles import TalkerRole
-from actors.thinker import GATHER_S
+from actors.thinker import GATHER_S, torch_device
 from omniflow.actor import Context, Emit, Stream
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
@@ -103,7 +103,7 @@ class ArTalker(TalkerRole, ABC):
         engine: EngineName = "reference",
     ) -> None:
         self._weights = resolve(model, PACKAGED)
-        self._device = device
+        self._device = torch_device(device)
         self._threads = threads
         self._engine = engine
         self._limits = {"max_running": max_running, "max_waiting": max_waiting}
@@ -186,7 +186,7 @@ class ArTalker(TalkerRole, ABC):
         from omniflow.engine.frames import FrameEngine
 
         torch.set_num_threads(self._threads)
-        return FrameEngine(model.to(self._device.replace("gpu", "cuda")), **self._limits)
+        return FrameEngine(model.to(self._device), **self._limits)
 
 
 class _Line(NamedTuple):

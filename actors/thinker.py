@@ -79,7 +79,7 @@ class Thinker(ThinkerRole):
         self._weights = resolve(model, PACKAGED)
         self._engine = engine
         self._sglang: dict[str, Any] = {"dtype": dtype, "deterministic": deterministic}
-        self._device = device
+        self._device = torch_device(device)
         self._threads = threads
         self._defaults = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
         self._limits: dict[str, Any] = {"max_running": max_running, "max_waiting": max_waiting, "kv_tokens": kv_tokens}
@@ -203,6 +203,11 @@ def sampling_for(options: Options, defaults: Sampling) -> Sampling:
     _require(top is None or 0 <= top <= MAX_TOP_LOGPROBS, "top_logprobs", f"from 0 to {MAX_TOP_LOGPROBS}")
     _require(len(options.stop) <= MAX_STOPS and all(options.stop), "stop", f"at most {MAX_STOPS} strings, none empty")
     return sampling
+
+
+def torch_device(device: str) -> str:
+    """A stage's `device` as torch names it in the stage's host, which sees its GPUs alone: they count from 0 there."""
+    return "cpu" if device == "cpu" else "cuda"
 
 
 def end_token_ids(folder: Path) -> frozenset[int]:

@@ -26,6 +26,7 @@ from omniflow.errors import (
     InvalidInputError,
     OverloadedError,
     ProtocolError,
+    RequestError,
     StartError,
     UnsupportedError,
 )
@@ -45,6 +46,7 @@ class _Running:
         self.rid = rid
         self.held = held
         self.generated: list[int] = []
+        self.aborted = False
 
 
 class _Open:
@@ -145,6 +147,7 @@ class SGLangEngine:
         if self._open.pop(request_id, None) is not None:
             self._aborted.append(request_id)
         elif request_id in self._running:
+            self._running[request_id].aborted = True
             abort(self._scheduler, self._running[request_id].rid)
 
     def has_work(self) -> bool:
@@ -221,7 +224,7 @@ class SGLangEngine:
                 abort(self._scheduler, running.rid)
         if not ids and reason is None:
             return []
-        error = running.held.error if running.held is not None else None
+        error = _error(running, progress) if reason == "abort" else None
         return [EngineOutput(request_id, tuple(ids), reason, tuple(progress.logprobs[: len(ids)]), None, error)]
 
     def _new_ids(self, running: _Running, progress: Progress) -> tuple[list[int], Finish | None]:
@@ -307,6 +310,15 @@ def _content(request: EngineRequest) -> str | None:
     return content.hexdigest()
 
 
+def _error(running: _Running, progress: Progress) -> RequestError | None:
+    """Why a request was ended that nobody has aborted."""
+    if running.held is not None and running.held.error is not None:
+        return running.held.error
+    if running.aborted or progress.finish is None:
+        return None
+    return ProtocolError(f"SGLang ended the request: {progress.finish.get('message')}", request_id=running.request.id)
+
+
 def finish_reason(finish: dict[str, Any]) -> Finish:
     """SGLang's reason in our words; that a request met one of its stop tokens is seen from its tokens."""
     return "abort" if finish["type"] == "abort" else "length"
@@ -328,9 +340,9 @@ def load_engine(
 ) -> SGLangEngine:
     """An engine on the checkpoint in `folder`; call it in the thread that will call `step`.
 
-    `device` is cpu, gpu or gpu:1; `dtype` auto is the checkpoint's. `kv_tokens` are reserved in full, whatever else is
-    on the GPU; StartError where they do not fit. `deterministic` makes a request draw the same tokens for a seed alone
-    and in any batch; GPU only. `more` are settings of SGLang's `ServerArgs`.
+    `device` is cpu, gpu or cuda, or gpu:1 for one by number; `dtype` auto is the checkpoint's. `kv_tokens` are reserved
+    in full, whatever else is on the GPU; StartError where they do not fit. `deterministic` makes a request draw the
+    same tokens for a seed alone and in any batch; GPU only. `more` are settings of SGLang's `ServerArgs`.
     """
     torch.set_num_threads(threads)
     settings = server_settings(device, max_running, kv_tokens, deterministic)

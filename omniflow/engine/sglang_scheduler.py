@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from array import array
 from collections import deque
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ VERSIONS = ("0.5.17", "0.5.23")
 """Of SGLang, run with this code: the oldest and the newest."""
 # Its thread would end the parent of this process where a step takes too long, and never ends; our supervisor watches.
 sglang_scheduler.create_scheduler_watchdog = lambda *args, **kwargs: None
+_OLDEST = (0, 5, 17)
 _RANKS_IN_CONTEXT = (0, 5, 18)
 """From this version on the scheduler reads its rank from what was published, instead of taking it."""
 
@@ -280,6 +282,8 @@ def build(kind: type[S], settings: dict[str, Any]) -> S:
 
     Raises StartError where this process has one already, or the device has no room for `max_total_tokens`.
     """
+    if _version() < _OLDEST:
+        raise StartError(f"SGLang {sglang.__version__} is too old; install {VERSIONS[0]} or newer")
     if torch.distributed.is_initialized():
         raise StartError("SGLang allows one engine in a process, and this process has one; isolate the stage")
     with contextlib.ExitStack() as stack:
@@ -358,4 +362,4 @@ def _construct(kind: type[S], server_args: ServerArgs) -> S:
 
 
 def _version() -> tuple[int, ...]:
-    return tuple(int(part) for part in sglang.__version__.split(".")[:3])
+    return tuple(int(part) for part in re.findall(r"\d+", sglang.__version__)[:3])
