@@ -1,0 +1,84 @@
+"""Ming's talker: one step of its Qwen2 is a patch of latents (0.32 s of sound), and reads what the last one made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from actors.ming.config import Talker
+from actors.ming.dit import Aggregator, DitNet
+from actors.ming.qwen2 import KeyValues, Qwen2Decoder
+from actors.ming.weights import AGGREGATOR, BACKBONE, FLOW, load, part
+from omniflow.engine.flow import FlowHead, FlowKnobs, FlowState, FlowStep, time_grid
+
+SOLVER_STEPS = 10
+MIN_STEPS = 4
+"""Before it has taken so many, a segment does not end."""
+SPEAKER_DIM = 192
+"""Of the speaker's embedding, which CAM++ makes."""
+
+
+class TalkerStream:
+    """One segment: the keys and values of its prompt and its steps, and the head's state."""
+
+    def __init__(self, past: KeyValues, state: FlowState) -> None:
+        self.past = past
+        self.state = state
+
+
+class TalkerModel(nn.Module):
+    """The backbone with its head; `embedding` and `speaker` make its inputs of ids and of a speaker's embedding."""
+
+    def __init__(self, config: Talker) -> None:
+        super().__init__()
+        llm, latent_dim = config.llm_config, config.audio_tokenizer_config.dec_kwargs.latent_dim
+        self._config = llm
+        self.embedding = nn.Embedding(llm.vocab_size, llm.hidden_size)
+        self.decoder = Qwen2Decoder(llm.shape)
+        self.speaker = nn.Linear(SPEAKER_DIM, llm.hidden_size)
+        patch = config.ditar_config.patch_size
+        self.head = FlowHead(
+            DitNet(config.ditar_config, latent_dim, llm.hidden_size),
+            Aggregator(config.aggregator_config, patch, latent_dim, llm.hidden_size),
+            nn.Linear(llm.hidden_size, 2),
+            times=time_grid(SOLVER_STEPS),
+            rule="beyond",
+            min_steps=MIN_STEPS,
+        )
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take the weights of a checkpoint in either layout (`actors.ming.weights`). Raises WeightsError."""
+        backbone = part(weights, BACKBONE)
+        name = "embed_tokens."
+        embedding = {each.removeprefix(name): backbone.pop(each) for each in list(backbone) if each.startswith(name)}
+        backbone.pop("lm_head.weight", None)  # the talker writes no text
+        load(self.embedding, embedding, "the talker's embed_tokens")
+        load(self.decoder, backbone, "the talker's backbone")
+        load(self.head.net, part(weights, FLOW), "the talker's flow")
+        load(self.head.feedback, part(weights, AGGREGATOR), "the talker's aggregator")
+        load(self.head.stop, part(weights, ("stop_head.",)), "the talker's stop_head")
+        load(self.speaker, part(weights, ("spk_head.",)), "the talker's spk_head")
+
+    def init(self) -> TalkerStream:
+        """A new segment, with nothing before it."""
+        return TalkerStream(KeyValues(self._config), self.head.begin(1, self.embedding.weight.device))
+
+    @torch.inference_mode()
+    def step(self, stream: TalkerStream, inputs: torch.Tensor, noise: torch.Tensor, knobs: FlowKnobs) -> FlowStep:
+        """One step of `stream` after `inputs` [n, hidden]: its prompt's, then the feedback of the step before.
+
+        `noise` is [1, *head.noise_shape].
+        """
+        hidden = stream.past.step(self.decoder, inputs)[-1:]
+        step: FlowStep = self.head(hidden, noise, knobs, stream.state)
+        stream.state = step.state
+        return step
+
+
+def load_talker(config: Talker, weights: Mapping[str, torch.Tensor]) -> TalkerModel:
+    """The talker of `config` with its weights, float32 on the CPU. Raises WeightsError where they do not fit."""
+    model = TalkerModel(config)
+    model.load(weights)
+    return model.requires_grad_(False).eval()

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.ming.audio_vae import load_audio_vae
+from actors.ming.config import Talker
+from actors.ming.talker import TalkerModel, TalkerStream, load_talker
+from actors.ming.weights import read_folder
+from omniflow.engine.flow import FlowKnobs, FlowStep
+from omniflow.errors import WeightsError
+from tests.actors.ming.reference import CHECKPOINT, CONFIG, apart, expected, weights
+
+KNOBS = FlowKnobs(torch.tensor([2.0]), torch.tensor([0.25 * 0.5**0.5]))
+
+
+@pytest.fixture(scope="module")
+def model() -> TalkerModel:
+    return load_talker(CONFIG, weights())
+
+
+@pytest.fixture(scope="module")
+def steps(model: TalkerModel) -> list[FlowStep]:
+    return steps_of(model, model.init(), 12)
+
+
+def steps_of(model: TalkerModel, stream: TalkerStream, count: int) -> list[FlowStep]:
+    inputs, steps = model.embedding(expected()["talker.ids"]), []
+    for noise in expected()["talker.noise"][:count]:
+        steps.append(model.step(stream, inputs, noise[None], KNOBS))
+        inputs = steps[-1].feedback
+    return steps
+
+
+def test_a_segment_is_the_references_step_by_step(steps: list[FlowStep]) -> None:
+    """12 steps, each from what ours made before; an error of a step goes on through the backbone and the history."""
+    wanted = expected()
+    for number, step in enumerate(steps):
+        assert apart(step.latents[0], wanted["talker.latents"][number]) <= 1e-5
+        assert apart(step.feedback[0], wanted["talker.feedback"][number]) <= 1e-5
+    probability = wanted["talker.stop"]
+    assert (probability - 0.5).abs().min() > 0.01
+    assert probability[:4].max() > 0.5, "nothing would have been held back"
+    assert [bool(step.stopped) for step in steps] == [
+        n > 3 and each > 0.5 for n, each in enumerate(probability.tolist())
+    ]
+
+
+def test_the_backbones_output_is_the_references(model: TalkerModel) -> None:
+    wanted, stream = expected(), model.init()
+    inputs = torch.cat([model.embedding(wanted["talker.ids"]), wanted["talker.feedback"][:-1]])
+    assert apart(stream.past.step(model.decoder, inputs)[6:], wanted["talker.hidden"]) <= 1e-5
+
+
+def test_streams_do_not_disturb_each_other(model: TalkerModel, steps: list[FlowStep]) -> None:
+    other = model.init()
+    model.step(other, torch.ones(3, 32), expected()["talker.noise"][:1], KNOBS)
+    before = other.state.history.clone()
+    again = steps_of(model, model.init(), 2)
+    assert all(torch.equal(each.latents, step.latents) for each, step in zip(again, steps, strict=False))
+    assert torch.equal(other.state.history, before)
+
+
+def test_a_segment_is_heard(steps: list[FlowStep]) -> None:
+    """The two halves together: 12 steps of 4 latents, decoded as they come."""
+    vae = load_audio_vae(CONFIG.audio_tokenizer_config, weights())
+    state = vae.init()
+    parts = [vae.step(state, step.latents[0].numpy(), n == 11) for n, step in enumerate(steps)]
+    assert sum(map(len, parts)) == 48 * vae.samples_per_frame
+    whole = torch.cat([step.latents[0] for step in steps]).numpy()
+    assert abs(vae.step(vae.init(), whole, True)).max() > 0.1
+
+
+def test_the_layout_of_a_talkers_own_folder_is_read_too(model: TalkerModel) -> None:
+    renamed = {"model.model.": "model.", "flowloss.cfm.": "cfm.", "linear_proj_audio.": "aggregator."}
+    own = {}
+    for name, tensor in weights().items():
+        old = next((each for each in renamed if name.startswith(each)), "")
+        own[renamed.get(old, "") + name.removeprefix(old)] = tensor
+    again = load_talker(CONFIG, own).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="config.json is no Ming talker's"):
+        Talker.load(tmp_path)
+    with pytest.raises(WeightsError, match=r"has no \*\.safetensors"):
+        read_folder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((CHECKPOINT / "model-00001-of-00002.safetensors").read_bytes()[:1000])
+    with pytest.raises(WeightsError, match="has a broken file of weights"):
+        read_folder(tmp_path)
