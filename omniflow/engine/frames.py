@@ -207,7 +207,8 @@ class _Row:
         device, num_codes = self.pending.device, model.head.num_codes
         self.knobs = knobs_of(request, num_codes, device)
         seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
-        self.noise = torch.from_numpy(frame_noise(seed, 0, request.sampling.max_tokens, num_codes)).to(device)
+        most_steps = min(request.sampling.max_tokens, model.shape.max_position_embeddings)
+        self.noise = torch.from_numpy(frame_noise(seed, 0, most_steps, num_codes)).to(device)
         self.state = torch.zeros(STATE_SIZE, dtype=torch.int64, device=device)
         shape = model.shape
         self.capacity = capacity
