@@ -19,8 +19,8 @@ HEAD = """\
 Written by `python -m bench.gpu.page` from what `python -m bench.gpu.transports` found on machines that were at hand
 for minutes: one run each, other work on the host unknown. One value is on its way at a time, from a tensor that is
 ready. *held*: the receiver has the tensor and may give its GPU work on it. *ready*: its GPU is through with the copies
-as well (that look itself takes 10-20 µs). *half round trip*: the tensor there and back, and the sender's GPU idle, halved.
-Medians in µs. How it works: [transport](concepts/transport.md).
+as well (that look itself takes 10-20 µs). *half round trip*: the tensor there and back, and the sender's GPU idle,
+halved. Medians in µs. How it works: [transport](concepts/transport.md).
 """
 
 AIMS = """\
