@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from actors.ming.config import AudioVae
-from actors.ming.qwen2 import KeyValues, Qwen2Decoder
+from actors.ming.qwen2 import KeyValues, Qwen2Decoder, step
 from actors.ming.weights import AUDIO_VAE, load, part
 from actors.streaming_decoder import StreamingDecoder
 from omniflow.errors import ContextLengthError, WeightsError
@@ -95,7 +95,7 @@ class AudioVaeDecoder(nn.Module, StreamingDecoder[AudioStream]):
         spread = self._spread(state, self.fc1(latents.reshape(-1, self.latent_dim)), last)
         waves = self._window.new_zeros(0, len(self._window))
         if len(spread):
-            waves = self._waves(self.head["out"](state.past.step(self.decoder, spread)))
+            waves = self._waves(self.head["out"](step(self.decoder, [state.past], [spread])[0]))
         samples: np.ndarray = self._sound(state, waves, last).cpu().numpy()
         return samples
 

@@ -1,6 +1,8 @@
-"""Qwen2's decoder for one stream at a time, with the keys and values of what it has seen."""
+"""Qwen2's decoder, and the keys and values of what a stream has seen."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -91,13 +93,8 @@ class KeyValues:
         """Positions that are kept, of all layers."""
         return sum(self._filled)
 
-    def step(self, decoder: Qwen2Decoder, inputs: torch.Tensor) -> torch.Tensor:
-        """What `decoder` gives for the next `inputs` [n, hidden], [n, hidden]."""
-        start, self.length = self.length, self.length + len(inputs)
-        output: torch.Tensor = decoder(inputs, slice(start, self.length), self._attend)
-        return output
-
-    def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attention of the next inputs, [n, heads, dim], over all that they see; keeps `key` and `value`."""
         stored = self._append(layer, torch.stack([key, value]).transpose(1, 2))
         window = self._windows[layer]
         if window is None or stored.shape[2] <= window:
@@ -127,3 +124,21 @@ class KeyValues:
             stored, end = seen[:, :, end - window + 1 :].clone(), window - 1
         self._stored[layer], self._filled[layer] = stored, end
         return seen
+
+
+def step(decoder: Qwen2Decoder, streams: Sequence[KeyValues], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What `decoder` gives for the next `inputs` [n, hidden] of each of `streams`; n may differ.
+
+    All matrices are one pass over the inputs of all, and attention is called stream by stream: so a stream gives the
+    same alone and in any company where a row of a matrix does (`omniflow.engine.linear`).
+    """
+    sizes, positions = [len(each) for each in inputs], []
+    for stream, size in zip(streams, sizes, strict=True):
+        positions.append(torch.arange(stream.length, stream.length + size, device=inputs[0].device))
+        stream.length += size
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        pieces = zip(streams, *(torch.split(each, sizes) for each in (query, key, value)), strict=True)
+        return torch.cat([stream.attend(layer, *own) for stream, *own in pieces])
+
+    return list(torch.split(decoder(torch.cat(list(inputs)), torch.cat(positions), attend), sizes))

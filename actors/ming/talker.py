@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from actors.ming.config import Talker
 from actors.ming.dit import Aggregator, DitNet
-from actors.ming.qwen2 import KeyValues, Qwen2Decoder
+from actors.ming.qwen2 import KeyValues, Qwen2Decoder, step
 from actors.ming.weights import AGGREGATOR, BACKBONE, FLOW, load, part
 from omniflow.engine.flow import FlowHead, FlowKnobs, FlowState, FlowStep, time_grid
 
@@ -66,15 +66,19 @@ class TalkerModel(nn.Module):
         return TalkerStream(KeyValues(self._config), self.head.begin(1, self.embedding.weight.device))
 
     @torch.inference_mode()
-    def step(self, stream: TalkerStream, inputs: torch.Tensor, noise: torch.Tensor, knobs: FlowKnobs) -> FlowStep:
-        """One step of `stream` after `inputs` [n, hidden]: its prompt's, then the feedback of the step before.
+    def step(
+        self, streams: Sequence[TalkerStream], inputs: Sequence[torch.Tensor], noise: torch.Tensor, knobs: FlowKnobs
+    ) -> FlowStep:
+        """One step of all `streams`, after the `inputs` [n, hidden] of each: its prompt's, or its last feedback.
 
-        `noise` is [1, *head.noise_shape].
+        `noise` is [len(streams), *head.noise_shape]. Streams may join and leave between steps.
         """
-        hidden = stream.past.step(self.decoder, inputs)[-1:]
-        step: FlowStep = self.head(hidden, noise, knobs, stream.state)
-        stream.state = step.state
-        return step
+        hidden = torch.stack([each[-1] for each in step(self.decoder, [each.past for each in streams], inputs)])
+        state = FlowState(*(torch.cat(each) for each in zip(*(stream.state for stream in streams), strict=True)))
+        given: FlowStep = self.head(hidden, noise, knobs, state)
+        for number, stream in enumerate(streams):
+            stream.state = FlowState(*(each[number : number + 1] for each in given.state))
+        return given
 
 
 def load_talker(config: Talker, weights: Mapping[str, torch.Tensor]) -> TalkerModel:

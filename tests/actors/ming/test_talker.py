@@ -7,9 +7,11 @@ import torch
 
 from actors.ming.audio_vae import load_audio_vae
 from actors.ming.config import Talker
+from actors.ming.qwen2 import step
 from actors.ming.talker import TalkerModel, TalkerStream, load_talker
 from actors.ming.weights import read_folder
 from omniflow.engine.flow import FlowKnobs, FlowStep
+from omniflow.engine.linear import pack_linears
 from omniflow.errors import WeightsError
 from tests.actors.ming.reference import CHECKPOINT, CONFIG, apart, expected, weights
 
@@ -29,7 +31,7 @@ def steps(model: TalkerModel) -> list[FlowStep]:
 def steps_of(model: TalkerModel, stream: TalkerStream, count: int) -> list[FlowStep]:
     inputs, steps = model.embedding(expected()["talker.ids"]), []
     for noise in expected()["talker.noise"][:count]:
-        steps.append(model.step(stream, inputs, noise[None], KNOBS))
+        steps.append(model.step([stream], [inputs], noise[None], KNOBS))
         inputs = steps[-1].feedback
     return steps
 
@@ -37,11 +39,11 @@ def steps_of(model: TalkerModel, stream: TalkerStream, count: int) -> list[FlowS
 def test_a_segment_is_the_references_step_by_step(steps: list[FlowStep]) -> None:
     """12 steps, each from what ours made before; an error of a step goes on through the backbone and the history."""
     wanted = expected()
-    for number, step in enumerate(steps):
-        assert apart(step.latents[0], wanted["talker.latents"][number]) <= 1e-5
-        assert apart(step.feedback[0], wanted["talker.feedback"][number]) <= 1e-5
+    for number, made in enumerate(steps):
+        assert apart(made.latents[0], wanted["talker.latents"][number]) <= 1e-5
+        assert apart(made.feedback[0], wanted["talker.feedback"][number]) <= 1e-5
     probability = wanted["talker.stop"]
-    assert (probability - 0.5).abs().min() > 0.01
+    assert (probability - 0.5).abs().min() > 0.001
     assert probability[:4].max() > 0.5, "nothing would have been held back"
     assert [bool(step.stopped) for step in steps] == [
         n > 3 and each > 0.5 for n, each in enumerate(probability.tolist())
@@ -49,18 +51,29 @@ def test_a_segment_is_the_references_step_by_step(steps: list[FlowStep]) -> None
 
 
 def test_the_backbones_output_is_the_references(model: TalkerModel) -> None:
-    wanted, stream = expected(), model.init()
+    wanted = expected()
     inputs = torch.cat([model.embedding(wanted["talker.ids"]), wanted["talker.feedback"][:-1]])
-    assert apart(stream.past.step(model.decoder, inputs)[6:], wanted["talker.hidden"]) <= 1e-5
+    (hidden,) = step(model.decoder, [model.init().past], [inputs])
+    assert apart(hidden[6:], wanted["talker.hidden"]) <= 1e-5
 
 
-def test_streams_do_not_disturb_each_other(model: TalkerModel, steps: list[FlowStep]) -> None:
-    other = model.init()
-    model.step(other, torch.ones(3, 32), expected()["talker.noise"][:1], KNOBS)
-    before = other.state.history.clone()
-    again = steps_of(model, model.init(), 2)
-    assert all(torch.equal(each.latents, step.latents) for each, step in zip(again, steps, strict=False))
-    assert torch.equal(other.state.history, before)
+def test_a_stream_gives_the_same_alone_and_beside_others_that_come_and_go(steps: list[FlowStep]) -> None:
+    """Bit for bit with packed matrices, as engines on a CPU have them, and widths that are multiples of 32: torch's
+    activations are an ulp off in the last few places of a tensor."""
+    model = load_talker(CONFIG, weights())
+    pack_linears(model, least_rows=1)
+    alone = steps_of(model, model.init(), 6)
+    assert apart(alone[5].latents, steps[5].latents) <= 1e-5
+    streams = [model.init(), model.init(), model.init()]
+    inputs = [model.embedding(expected()["talker.ids"][:n]) for n in (7, 4, 2)]
+    for number, there in enumerate([[0], [0, 1], [2, 0, 1], [1, 2, 0], [0, 2], [0]]):
+        noise = expected()["talker.noise"][[number if each == 0 else 6 + each for each in there]]
+        jitter = torch.where(torch.tensor(there) == 0, KNOBS.jitter, 0.0)
+        knobs = FlowKnobs(torch.full((len(there),), 2.0), jitter)
+        given = model.step([streams[each] for each in there], [inputs[each] for each in there], noise, knobs)
+        for row, each in enumerate(there):
+            inputs[each] = given.feedback[row : row + 1]
+        assert torch.equal(given.latents[there.index(0)], alone[number].latents[0])
 
 
 def test_a_segment_is_heard(steps: list[FlowStep]) -> None:
