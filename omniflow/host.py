@@ -307,11 +307,15 @@ class Host:
             self._hold(request, functools.partial(self.on_bad_item, link, edge, request, error))
             return
         visit = self._visit(request)
-        if visit is not None:
-            planned = self._edges[edge]
-            if error.kind == StageDiedError.__name__:
-                self._fail(visit, StageDiedError(error.message, stage=planned.source))
-            elif planned.source == CLIENT:
+        planned = self._edges[edge]
+        if error.kind == StageDiedError.__name__:
+            died = StageDiedError(error.message, stage=planned.source)
+            if visit is not None:
+                self._fail(visit, died)
+            else:  # its tensors were given to the GPU, and what comes of them on to other hosts
+                self.links[FRONT].send(Failure(request, died.info()))
+        elif visit is not None:
+            if planned.source == CLIENT:
                 self._fail(visit, InvalidInputError(error.message, param=planned.source_port))
             else:
                 self._fail(visit, ProtocolError(error.message, stage=planned.source))

@@ -257,6 +257,9 @@ async def test_a_tensor_that_never_comes_is_the_death_of_its_source() -> None:
         it.front.send_item(it.edge("client", "split"), 1, 0, LINE)
         await it.heard(Closed)
         assert not it.at_front.items
+        # What its tensors were given to may have gone on to other hosts already, and the request be through here.
+        it.host.on_bad_item(it.host_end, it.edge("count", "join"), 1, StageDiedError("it died").info())
+        assert (await it.heard(Failure)).request == 1
 
 
 async def test_a_value_and_a_skip_complete_a_fan_in_in_any_order() -> None:

@@ -522,11 +522,15 @@ class ArrowShmLink(Link):
 
     def _lost(self) -> None:
         if self._lane is not None:
-            error = StageDiedError("the process that it came from died before its tensors were there")
-            for edge, request in self._lane.lost():
-                self._receiver.on_bad_item(self, edge, request, error.info())
+            self.lose(self._lane.lost())
         self.close()
         self._receiver.on_closed(self)
+
+    def lose(self, origins: Sequence[Origin]) -> None:
+        """Values that were delivered have tensors that never come (`LanePort`)."""
+        error = StageDiedError("the process that it came from died, or its lane broke, before its tensors were there")
+        for edge, request in origins:
+            self._receiver.on_bad_item(self, edge, request, error.info())
 
     def statistics(self) -> LinkStatistics:
         backlog = len(self._held) + sum(datagram.num_messages for datagram in self._stuck)

@@ -50,6 +50,9 @@ class LanePort(Protocol):
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message to the lane at the other end."""
 
+    def lose(self, origins: Sequence[Origin]) -> None:
+        """Tell who got these values that their tensors never come; called before our stream goes on without them."""
+
 
 class Lane(ABC):
     """One end. `sends` and `receives` say which directions the plan has edges for.

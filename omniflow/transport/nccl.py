@@ -45,6 +45,9 @@ _QUIET = {
 }
 """Torch's watchdog must not end this process because another one has died; it reads this when a group is made."""
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Groups of both directions are made in threads, and each changes the environment for a moment."""
+
 
 class InFlight(BlockPool):
     """Counts the bytes on their way: what was sent lies in the sender's tensors until the peer has it."""
@@ -234,16 +237,17 @@ def _make_group(backend: Literal["nccl", "gloo"], rank: int, store: Any) -> Any:
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with _ONE_AT_A_TIME:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 class NcclLane(Lane):
@@ -355,10 +359,11 @@ class NcclLane(Lane):
     def _break_in(self, problem: str) -> None:
         """What was not received would be taken for what comes next: nothing comes by this communicator any more."""
         way, self._in = self._in, None
-        if way is not None:
+        if way is not None and self._port is not None:
+            self._port.lose(self.lost())
+            self._coming.clear()
             _abort_soon(way)
-            if self._port is not None:
-                self._port.send(LaneAnswer(problem))
+            self._port.send(LaneAnswer(problem))
 
     def died(self, keys: Sequence[Key]) -> None:
         """What was received is a copy."""

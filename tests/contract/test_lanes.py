@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from omniflow.errors import DeviceError
-from omniflow.messages import LaneAnswer
+from omniflow.messages import LaneAnswer, LaneNote
 from omniflow.transport import nccl
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 from omniflow.transport.cuda_ipc import FREED, Arena, CudaIpcLane, DevicePool, reached
@@ -411,6 +411,26 @@ async def test_a_receive_that_fails_fails_its_request_and_closes_the_lane() -> N
         assert ends.at_b.bad[0][2].message == "its tensors cannot be had: RuntimeError: out of memory"
         assert (await ends.there(torch.ones(9), torch.Tensor)).sum() == 9
         assert ends.lane_a.problem == "RuntimeError: out of memory"
+
+
+class Transfer:
+    def __init__(self, through: bool) -> None:
+        self.through = through
+
+    def query(self) -> bool:
+        return self.through
+
+
+async def test_a_communicator_that_breaks_fails_what_was_still_coming() -> None:
+    """Aborting it lets our stream go on, over tensors that are not there."""
+    async with Ends.opened("nccl") as ends:
+        assert isinstance(ends.lane_b, NcclLane)
+        ends.lane_b._coming.extend([(Transfer(True), (1, 5)), (Transfer(False), (1, 6))])
+        ends.lane_b.on_note(LaneNote(True, nccl._BROKEN, b""))
+        assert [(request, error.kind) for _edge, request, error in ends.at_b.bad] == [(6, "StageDiedError")]
+        while ends.lane_a.problem is None:
+            await anyio.sleep(0.001)
+        assert (await ends.there(torch.ones(9), torch.Tensor)).sum() == 9
 
 
 async def test_a_send_that_fails_is_told_to_the_receiver() -> None:
