@@ -9,7 +9,7 @@ import anyio
 import msgspec
 from msgspec import Meta, Struct
 
-from omniflow.errors import RequestError
+from omniflow.errors import OverloadedError, RequestError
 from omniflow.server.call import Call
 from omniflow.server.chat_request import Int64, Voice
 from omniflow.server.encoders import SPEECH_FORMATS
@@ -71,7 +71,9 @@ class SpeechBatch(Struct, frozen=True):
 
 
 async def create_speech_batch(service: Service, call: Call) -> None:
-    """Say many texts, a few at a time. Each is a request of its own to the graph, admission included."""
+    """Say many texts, a few at a time. Each is a request of its own to the graph, admission included; one that found no
+    place beside the others of its batch gets a second chance once those have ended.
+    """
     batch = call.read(SpeechBatchRequest)
     service.require_model(batch.model)
     service.require_entry("speech", "text to say")
@@ -86,6 +88,9 @@ async def create_speech_batch(service: Service, call: Call) -> None:
     async with anyio.create_task_group() as tasks:
         for index in range(len(batch.items)):
             tasks.start_soon(say, index)
+    for index, result in enumerate(results):
+        if result is not None and result.code == OverloadedError.code:
+            results[index] = await _result(service, call, batch, index)
     done = tuple(result for result in results if result is not None)
     succeeded = sum(result.status == "success" for result in done)
     body = SpeechBatch(f"batch_{call.request_id}", done, len(done), succeeded, len(done) - succeeded)

@@ -69,6 +69,20 @@ async def test_one_failure_is_that_items_alone(client: httpx.AsyncClient, runtim
     assert base64.b64decode(results[3]["audio_data"]) == WAV
 
 
+async def test_a_batch_does_not_crowd_itself_out(client: httpx.AsyncClient, runtime: ScriptedRuntime) -> None:
+    submit = runtime.submit
+
+    async def one_at_a_time(*args: Any, **options: Any) -> ScriptedReply:
+        if runtime.status().in_flight:
+            raise OverloadedError("no place")
+        return await submit(*args, **options)
+
+    runtime.submit = one_at_a_time  # type: ignore[method-assign, assignment]
+    body = (await post(client, items=[{"input": text} for text in "abcdef"])).json()
+    assert (body["succeeded"], body["failed"]) == (6, 0)
+    assert sorted(submission.value[0].text for submission in runtime.submissions) == list("abcdef")  # type: ignore[index]
+
+
 async def test_only_a_few_run_at_a_time(client: httpx.AsyncClient, runtime: ScriptedRuntime) -> None:
     go = anyio.Event()
     runtime.script = [go, Output("audio", tone(13))]
