@@ -103,16 +103,12 @@ def first_settings(service: Service, socket: WebSocket) -> Session:
     query = socket.query_params
     if "call_id" in query:
         raise UnsupportedError("call_id: calls over SIP or WebRTC are not served, only WebSockets", param="call_id")
-    transcribes = query.get("intent") == "transcription"
-    model = query.get("model") or service.model
-    if not transcribes:
-        service.require_model(model)
-    session = Session(model=model)
+    session = Session(model=query.get("model") or service.model)
     secret = service.keys.secret(key_of(socket.scope))
     if secret is not None and secret.session:
         session = updated(session, msgspec.json.decode(secret.session))
-        transcribes = transcribes or session.type == "transcription"
-    if not transcribes:
+    if query.get("intent") != "transcription" and session.type == "realtime":
+        service.require_model(session.model)
         service.require_entry("chat", "conversations")
         service.require_output("chat", "text")
         return session
@@ -139,4 +135,4 @@ async def _refuse(socket: WebSocket, error: RequestError) -> None:
     code = {429: _TRY_LATER, 503: _RESTARTING}.get(error.status, REFUSED)
     with contextlib.suppress(WebSocketDisconnect):
         await socket.send_text(msgspec.json.encode(ErrorEvent(error=error_detail(error, None))).decode())
-        await socket.close(code, str(error)[:_MAX_REASON])
+        await socket.close(code, str(error).encode()[:_MAX_REASON].decode(errors="ignore"))

@@ -16,6 +16,7 @@ import websockets
 from websockets.asyncio.client import connect
 
 from omniflow.config import ServerConfig
+from omniflow.errors import WeightsError
 
 from .scene import MANUAL, TEXT, Client, Scene
 
@@ -133,6 +134,7 @@ async def test_subprotocols(scene: Scene) -> None:
     [
         ("model=gpt-realtime", "model_not_found", "model"),
         ("model=x&intent=none", "model_not_found", "model"),
+        ("model=" + "%E6%97%A5" * 200, "model_not_found", "model"),
         ("call_id=rtc_1", "unsupported_value", "call_id"),
     ],
 )
@@ -323,6 +325,24 @@ async def test_a_client_that_sends_much_before_it_reads(scene: Scene) -> None:
             await client.send("input_audio_buffer.clear")
         response = (await client.until("response.done"))[-1]["response"]
         assert response["status"] == "completed"
+
+
+async def test_without_a_detector_only_turns_by_hand_work(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_reach() -> None:
+        raise WeightsError("silero-vad: the index is out of reach")
+
+    monkeypatch.setattr("omniflow.server.realtime.ears._load", out_of_reach)
+    async with scene.client() as client:
+        assert (await client.turn())["status"] == "completed"
+        await client.say(np.zeros(4800))
+        error = (await client.until("error"))[-1]["error"]
+        assert error["type"] == "server_error" and "out of reach" in error["message"]
+        assert (await closed_with(client))[0] == 1011
+    async with scene.client() as client:
+        await client.update(**MANUAL)
+        await client.say(np.zeros(4800))
+        await client.send("input_audio_buffer.commit")
+        assert (await client.next())["type"] == "input_audio_buffer.committed"
 
 
 async def test_binary_frames_are_read_as_text(scene: Scene) -> None:
