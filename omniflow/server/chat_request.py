@@ -34,7 +34,7 @@ from omniflow.server.transcripts import Transcripts
 
 NonEmpty = Annotated[str, Meta(min_length=1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_DATA_URI = re.compile(r"data:(?P<mime>[^;,]*)(?:;[^;,]*)*;base64,")
+_DATA_URI = re.compile(r"data:(?P<mime>[^;,]*)(?:;[^;,]*)*;base64,", re.IGNORECASE)
 _AUDIO_MIMES = {
     "audio/wav": "wav",
     "audio/x-wav": "wav",

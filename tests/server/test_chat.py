@@ -133,7 +133,7 @@ async def test_the_conversation_reaches_the_graph(client: httpx.AsyncClient, run
     parts = [
         {"type": "text", "text": "what", "prompt_cache_breakpoint": True},
         {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}},
-        {"type": "audio_url", "audio_url": {"url": f"data:audio/mpeg;base64,{sound}"}},
+        {"type": "audio_url", "audio_url": {"url": f"DATA:Audio/MPEG;base64,{sound}"}},
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}", "detail": "low"}},
     ]
     messages = [{"role": "developer", "content": "be brief", "name": None}, {"role": "user", "content": parts}]
