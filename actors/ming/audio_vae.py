@@ -8,7 +8,7 @@ first step gives sound at once, and each further step all but the last 3.5 frame
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -83,24 +83,34 @@ class AudioVaeDecoder(nn.Module, StreamingDecoder[AudioStream]):
         tails = self._window.new_zeros(2, _OVERLAP - 1, self._hop)
         return AudioStream(KeyValues(self._backbone), tails, self._edge)
 
-    @torch.inference_mode()
     def step(self, state: AudioStream, frames: np.ndarray, last: bool) -> np.ndarray:
         """See `StreamingDecoder.step`. Raises ContextLengthError for a stream of more than `max_latents`."""
-        state.num_latents += len(frames)
-        if state.num_latents > self.max_latents:
+        return self.step_together([state], [frames], [last])[0]
+
+    @torch.inference_mode()
+    def step_together(
+        self, states: Sequence[AudioStream], frames: Sequence[np.ndarray], last: Sequence[bool]
+    ) -> list[np.ndarray]:
+        """`step` of each of `states`, in one pass over the frames of all. Raises ContextLengthError before any."""
+        sizes = [len(each) for each in frames]
+        longest = max(state.num_latents + size for state, size in zip(states, sizes, strict=True))
+        if longest > self.max_latents:
             raise ContextLengthError(
-                f"{state.num_latents} latents in one segment; at most {self.max_latents} fit: begin a new stream"
+                f"{longest} latents in one segment; at most {self.max_latents} fit: begin a new stream"
             )
-        latents = torch.from_numpy(np.array(frames, np.float32, order="C")).to(self._window.device)
-        spread = self._spread(state, self.fc1(latents.reshape(-1, self.latent_dim)), last)
-        waves = self._window.new_zeros(0, len(self._window))
-        if len(spread):
-            waves = self._waves(self.head["out"](step(self.decoder, [state.past], [spread])[0]))
-        samples: np.ndarray = self._sound(state, waves, last).cpu().numpy()
-        return samples
+        latents = torch.from_numpy(np.concatenate(frames, dtype=np.float32)).to(self._window.device)
+        embedded = torch.split(self.fc1(latents), sizes)
+        spread = [self._spread(*each) for each in zip(states, embedded, last, strict=True)]
+        waves = [self._window.new_zeros(0, len(self._window))] * len(states)
+        if any(map(len, spread)):
+            waves = self._waves([state.past for state in states], spread)
+        sounds = [self._sound(*each) for each in zip(states, waves, last, strict=True)]
+        samples: np.ndarray = torch.cat(sounds).cpu().numpy()
+        return np.split(samples, np.cumsum([len(each) for each in sounds])[:-1])
 
     def _spread(self, state: AudioStream, latents: torch.Tensor, last: bool) -> torch.Tensor:
         """The frames [n * ratio, hidden] on the lines between the latents [n, hidden], level before the first."""
+        state.num_latents += len(latents)
         known = latents if state.latent is None else torch.cat([state.latent, latents])
         if not len(known):
             return known
@@ -110,15 +120,18 @@ class AudioVaeDecoder(nn.Module, StreamingDecoder[AudioStream]):
             frames.insert(0, known[:1].expand(self._first, -1))
         if last:
             frames.append(known[-1:].expand(self._ratio - self._first, -1))
-        state.latent = known[-1:]
+        state.latent = known[-1:].clone()
         return torch.cat(frames)
 
-    def _waves(self, spectra: torch.Tensor) -> torch.Tensor:
-        """[n, overlap * hop] of spectra [n, overlap * hop + 2]: logarithms of magnitudes, then phases."""
-        magnitude, phase = spectra.chunk(2, dim=-1)
+    def _waves(self, pasts: Sequence[KeyValues], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of each stream's `inputs` [n, hidden] the waves [n, overlap * hop] of its frames."""
+        sizes = [len(each) for each in inputs]
+        there = [number for number, size in enumerate(sizes) if size]
+        hidden = step(self.decoder, [pasts[number] for number in there], [inputs[number] for number in there])
+        magnitude, phase = self.head["out"](torch.cat(hidden)).chunk(2, dim=-1)
         spectrum = torch.polar(magnitude.exp().clamp(max=_MAX_MAGNITUDE), phase)
-        waves: torch.Tensor = torch.fft.irfft(spectrum, len(self._window)) * self._window
-        return waves
+        waves = torch.fft.irfft(spectrum, len(self._window)) * self._window
+        return list(torch.split(waves, sizes))
 
     def _sound(self, state: AudioStream, waves: torch.Tensor, last: bool) -> torch.Tensor:
         """The samples that the next `waves` make certain."""

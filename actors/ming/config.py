@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -10,8 +11,15 @@ from omniflow.engine.decoder import DecoderShape
 from omniflow.errors import WeightsError
 
 
+class Rope(msgspec.Struct, frozen=True):
+    """The part `rope_parameters`, which transformers 5 writes instead of `rope_theta`."""
+
+    rope_theta: float = 10000.0
+    rope_type: Literal["default"] = "default"
+
+
 class Qwen2(msgspec.Struct, frozen=True):
-    """The sizes of a Qwen2 decoder."""
+    """The sizes of a Qwen2 decoder; other activations and scaled positions are refused."""
 
     hidden_size: int
     intermediate_size: int
@@ -21,7 +29,10 @@ class Qwen2(msgspec.Struct, frozen=True):
     max_position_embeddings: int = 32768
     vocab_size: int = 0
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
+    rope_theta: float | None = None
+    rope_parameters: Rope = Rope()
+    rope_scaling: None = None
+    hidden_act: Literal["silu"] = "silu"
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
     max_window_layers: int = 28
@@ -38,7 +49,7 @@ class Qwen2(msgspec.Struct, frozen=True):
             head_dim=self.hidden_size // self.num_attention_heads,
             max_position_embeddings=self.max_position_embeddings,
             rms_norm_eps=self.rms_norm_eps,
-            rope_theta=self.rope_theta,
+            rope_theta=self.rope_parameters.rope_theta if self.rope_theta is None else self.rope_theta,
         )
 
     @property
@@ -66,22 +77,28 @@ class AudioVae(msgspec.Struct, frozen=True):
     """Frames of the backbone per latent; -1: one."""
 
 
-class Transformer(msgspec.Struct, frozen=True):
+class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     """The part `aggregator_config`."""
 
-    hidden_size: int
-    depth: int
-    num_heads: int
+    hidden_size: int = 1152
+    depth: int = 28
+    num_heads: int = 16
     mlp_ratio: float = 4.0
 
 
-class Dit(Transformer, frozen=True):
+class Dit(Transformer, frozen=True, kw_only=True):
     """The part `ditar_config`."""
 
-    patch_size: int = 4
+    hidden_size: int = 1024
+    patch_size: int
     """Latents per step of the talker."""
-    history_patch_size: int = 32
-    """Latents before them that the flow sees."""
+    history_patch_size: int | None = None
+    """Latents before them that the flow sees; None: as many as `patch_size`."""
+
+    @property
+    def history(self) -> int:
+        """`history_patch_size`, or what stands for it."""
+        return self.patch_size if self.history_patch_size is None else self.history_patch_size
 
 
 class Talker(msgspec.Struct, frozen=True):

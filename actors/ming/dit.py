@@ -109,7 +109,7 @@ class DitNet(FlowNet):
     def __init__(self, config: Dit, latent_dim: int, cond_dim: int) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.patch, self.history, self.latent_dim = config.patch_size, config.history_patch_size, latent_dim
+        self.patch, self.history, self.latent_dim = config.patch_size, config.history, latent_dim
         self.t_embedder = _TimeEmbedder(hidden)
         self.x_embedder = nn.Linear(latent_dim, hidden)
         self.c_embedder = nn.ModuleDict({"cond_embedder": nn.Linear(cond_dim, hidden)})

@@ -44,6 +44,23 @@ def test_latent_after_latent_is_as_the_reference_whole(decoder: AudioVaeDecoder)
     check_streaming_decoder(decoder, LATENTS, SAMPLES.numpy(), [1] * 30, 2e-6)
 
 
+def test_streams_that_step_together_sound_as_alone(decoder: AudioVaeDecoder) -> None:
+    """Three of other lengths and chunks; one has ended, and one has nothing new, in some of the steps."""
+    ends = [[4, 8, 12, 24], [0, 1, 1, 30], [7, 7]]
+    states, parts = [decoder.init() for _ in ends], [[np.zeros(0, np.float32)] for _ in ends]
+    for number in range(4):
+        there = [each for each, own in enumerate(ends) if number < len(own)]
+        bounds = [(ends[each][number - 1] if number else 0, ends[each][number]) for each in there]
+        frames = [LATENTS[each:][start:stop] for each, (start, stop) in zip(there, bounds, strict=True)]
+        last = [number == len(ends[each]) - 1 for each in there]
+        for each, sound in zip(there, decoder.step_together([states[n] for n in there], frames, last), strict=True):
+            parts[each].append(sound)
+    for each, own in enumerate(parts):
+        whole = decode(decoder, LATENTS[each:][: ends[each][-1]])
+        assert len(whole) == len(np.concatenate(own))
+        assert abs(np.concatenate(own) - whole).max() <= 1e-6
+
+
 def test_the_first_step_sounds_at_once(decoder: AudioVaeDecoder) -> None:
     """All of its 16 frames but two of half a latent and one and a half of the overlap."""
     state = decoder.init()
@@ -80,7 +97,11 @@ def test_a_layer_with_a_window_keeps_no_more_and_a_stream_has_an_end(decoder: Au
     assert state.tails.untyped_storage().nbytes() == 2 * 3 * HOP * 4
     with pytest.raises(ContextLengthError, match="129 latents in one segment; at most 128 fit"):
         decoder.step(state, LATENTS[:1], False)
-    assert len(decode(decoder, LATENTS)) == len(SAMPLES)
+    # Refused as a whole, and before anything: the other stream goes on as if nothing had been asked.
+    other = decoder.init()
+    with pytest.raises(ContextLengthError):
+        decoder.step_together([other, state], [LATENTS[:1]] * 2, [False, False])
+    assert abs(decoder.step(other, LATENTS, True) - SAMPLES.numpy()).max() <= 1e-5
 
 
 def test_weights_that_do_not_fit_are_named() -> None:

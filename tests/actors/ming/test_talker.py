@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,23 @@ def test_the_layout_of_a_talkers_own_folder_is_read_too(model: TalkerModel) -> N
         own[renamed.get(old, "") + name.removeprefix(old)] = tensor
     again = load_talker(CONFIG, own).state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+
+
+def test_settings_that_a_checkpoint_may_leave_out_or_write_otherwise(tmp_path: Path) -> None:
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    for part in ("ditar_config", "aggregator_config"):
+        config[part] = {"patch_size": 4}
+    del config["llm_config"]["rope_theta"]
+    config["llm_config"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = Talker.load(tmp_path)
+    assert (read.ditar_config.hidden_size, read.ditar_config.depth, read.ditar_config.history) == (1024, 28, 4)
+    assert (read.aggregator_config.hidden_size, read.aggregator_config.num_heads) == (1152, 16)
+    assert (read.llm_config.shape.rope_theta, CONFIG.llm_config.shape.rope_theta) == (5e5, 1e6)
+    config["llm_config"]["rope_scaling"] = {"type": "yarn", "factor": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match=r"\.llm_config\.rope_scaling"):
+        Talker.load(tmp_path)
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
