@@ -12,6 +12,7 @@ from actors.ming.dit import Aggregator, DitNet
 from actors.ming.qwen2 import KeyValues, Qwen2Decoder, step
 from actors.ming.weights import AGGREGATOR, BACKBONE, FLOW, load, part
 from omniflow.engine.flow import FlowHead, FlowKnobs, FlowState, FlowStep, time_grid
+from omniflow.errors import ContextLengthError
 
 SOLVER_STEPS = 10
 MIN_STEPS = 4
@@ -61,9 +62,13 @@ class TalkerModel(nn.Module):
         load(self.head.stop, part(weights, ("stop_head.",)), "the talker's stop_head")
         load(self.speaker, part(weights, ("spk_head.",)), "the talker's spk_head")
 
-    def init(self) -> TalkerStream:
-        """A new segment, with nothing before it."""
-        return TalkerStream(KeyValues(self._config), self.head.begin(1, self.embedding.weight.device))
+    def init(self, before: torch.Tensor | None = None) -> TalkerStream:
+        """A new segment, with nothing before it or with the latents `before` [n, latent_dim] of a voice's recording."""
+        state = self.head.begin(1, self.embedding.weight.device)
+        if before is not None:
+            history = torch.cat([state.history[0], before.to(state.history)])[len(before) :]
+            state = FlowState(state.step, history[None])
+        return TalkerStream(KeyValues(self._config), state)
 
     @torch.inference_mode()
     def step(
@@ -71,8 +76,14 @@ class TalkerModel(nn.Module):
     ) -> FlowStep:
         """One step of all `streams`, after the `inputs` [n, hidden] of each: its prompt's, or its last feedback.
 
-        `noise` is [len(streams), *head.noise_shape]. Streams may join and leave between steps.
+        `noise` is [len(streams), *head.noise_shape]. Streams may join and leave between steps. Raises
+        ContextLengthError, before any has stepped, where one has no room left.
         """
+        longest = max(stream.past.length + len(each) for stream, each in zip(streams, inputs, strict=True))
+        if longest > self._config.max_position_embeddings:
+            raise ContextLengthError(
+                f"{longest} inputs in one segment; the talker takes at most {self._config.max_position_embeddings}"
+            )
         hidden = torch.stack([each[-1] for each in step(self.decoder, [each.past for each in streams], inputs)])
         state = FlowState(*(torch.cat(each) for each in zip(*(stream.state for stream in streams), strict=True)))
         given: FlowStep = self.head(hidden, noise, knobs, state)

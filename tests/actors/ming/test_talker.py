@@ -13,7 +13,7 @@ from actors.ming.talker import TalkerModel, TalkerStream, load_talker
 from actors.ming.weights import read_folder
 from omniflow.engine.flow import FlowKnobs, FlowStep
 from omniflow.engine.linear import pack_linears
-from omniflow.errors import WeightsError
+from omniflow.errors import ContextLengthError, WeightsError
 from tests.actors.ming.reference import CHECKPOINT, CONFIG, apart, expected, weights
 
 KNOBS = FlowKnobs(torch.tensor([2.0]), torch.tensor([0.25 * 0.5**0.5]))
@@ -75,6 +75,25 @@ def test_a_stream_gives_the_same_alone_and_beside_others_that_come_and_go(steps:
         for row, each in enumerate(there):
             inputs[each] = given.feedback[row : row + 1]
         assert torch.equal(given.latents[there.index(0)], alone[number].latents[0])
+
+
+def test_a_segment_has_an_end_and_the_others_go_on(model: TalkerModel, steps: list[FlowStep]) -> None:
+    """It is refused before anything: the stream beside it goes on as if nothing had been asked."""
+    full, other = model.init(), model.init()
+    inputs, noise = model.embedding(torch.arange(250) % 64), expected()["talker.noise"][:2]
+    model.step([full], [inputs], noise[:1], KNOBS)
+    both = FlowKnobs(*(each.expand(2) for each in KNOBS))
+    with pytest.raises(ContextLengthError, match="257 inputs in one segment; the talker takes at most 256"):
+        model.step([other, full], [inputs[:3], inputs[:7]], noise, both)
+    assert apart(steps_of(model, other, 1)[0].latents, steps[0].latents) <= 1e-5
+
+
+def test_the_latents_before_a_segment_are_the_last_of_a_recording(model: TalkerModel, steps: list[FlowStep]) -> None:
+    recording = torch.randn(40, 8)
+    assert torch.equal(model.init(recording).state.history[0], recording[-32:])
+    short = model.init(recording[:5])
+    assert torch.equal(short.state.history[0], torch.cat([torch.zeros(27, 8), recording[:5]]))
+    assert apart(steps_of(model, short, 1)[0].latents, steps[0].latents) > 0.01
 
 
 def test_a_segment_is_heard(steps: list[FlowStep]) -> None:
