@@ -39,9 +39,6 @@ app = typer.Typer(
 )
 models = typer.Typer(help="The weights that graphs need: list them, fetch them.")
 app.add_typer(models, name="models")
-app.add_typer(clients.bench, name="bench")
-for command in (clients.chat, clients.say, clients.transcribe):
-    app.command()(command)
 
 GraphName = Annotated[
     str,
@@ -143,6 +140,11 @@ def run(
             recorder,
             backend_options={"use_uvloop": runs_on_uvloop(chosen.configured.runtime)},
         )
+
+
+for _command in (clients.chat, clients.say, clients.transcribe):
+    app.command()(_command)
+app.add_typer(clients.bench, name="bench")
 
 
 @app.command()
