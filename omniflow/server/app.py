@@ -7,14 +7,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from omniflow.config import ServerConfig
-from omniflow.errors import RequestError
+from omniflow.errors import InvalidInputError, RequestError
 from omniflow.server import failures, health, models
 from omniflow.server.audio import audio_routes
 from omniflow.server.call import Endpoint
@@ -87,6 +89,19 @@ def build_app(
     return _guarded(app, service, metrics)
 
 
+class _Cors(CORSMiddleware):
+    """Starlette's; a page that may not call is told so in the form of all errors."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        refused = failures.error_response(InvalidInputError(bytes(response.body).decode()))
+        kept = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
+        refused.headers.update(kept)
+        return refused
+
+
 def _remote(config: ServerConfig) -> RemoteMedia | None:
     return RemoteMedia(Limits(config.max_body_bytes)) if config.remote_media else None
 
@@ -97,7 +112,7 @@ def _guarded(app: Starlette, service: Service, metrics: Metrics) -> ASGIApp:
     guarded: ASGIApp = KeyCheck(app, service.keys, OPEN_PATHS if config.guard_metrics else OPEN_PATHS | {"/metrics"})
     if config.cors_origins:
         # `*` mirrors what is asked for: OpenAI's clients send a dozen of x-stainless-... headers.
-        guarded = CORSMiddleware(
+        guarded = _Cors(
             guarded,
             allow_origins=config.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],

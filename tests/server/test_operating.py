@@ -160,6 +160,7 @@ async def test_other_web_pages_may_not() -> None:
         other = PREFLIGHT | {"origin": "https://evil.example"}
         asked = await client.options("/v1/chat/completions", headers=other)
         assert asked.status_code == 400 and "access-control-allow-origin" not in asked.headers
+        assert asked.json()["error"]["message"] == "Disallowed CORS origin" and "Origin" in asked.headers["vary"]
         reply = await client.post("/v1/chat/completions", json=BODY, headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in reply.headers
     async with client_of() as client:
