@@ -49,6 +49,11 @@ class TalkerModel(nn.Module):
             min_steps=MIN_STEPS,
         )
 
+    @property
+    def max_positions(self) -> int:
+        """Inputs that one segment may have: those of its prompt, and one for each step but the last."""
+        return self._config.max_position_embeddings
+
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Take the weights of a checkpoint in either layout (`actors.ming.weights`). Raises WeightsError."""
         backbone = part(weights, BACKBONE)

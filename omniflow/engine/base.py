@@ -46,6 +46,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation. `embeds` [num_rows, hidden] take the place of the token embeddings at `positions`.
 
+    Where the model knows more than one kind of input, `places` int64 [3, len(ids)] are the inputs' positions in time,
+    height and width, and `kinds` uint8 [len(ids)] says which of the model's kinds each is. Without `places` the
+    positions count up from 0; the answer's go on after the largest. Its tokens are of the kind 0, and so is all without
+    `kinds`.
+
     An `open` request does not generate until `feed(..., done=True)`. Where the engine has a frame head (`heads.py`),
     `sampling` draws the first code of each step and says when to end; `later_codes` draws the others, None: alike.
     """
@@ -58,15 +63,20 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     positions: tuple[int, ...] = ()
     open: bool = False
     later_codes: Sampling | None = None
+    places: torch.Tensor | None = None
+    kinds: torch.Tensor | None = None
     grammar: str | None = None
     """The text of the answer follows this grammar (`grammar.py`), and is whole unless it is cut by `max_tokens`."""
+    urgent: bool = False
+    """Someone waits for its first output in silence: an engine may let it run before others that wait."""
 
 
 class EngineOutput(msgspec.Struct, frozen=True):
     """What one step gave one request. The stop token is not among `ids`. After a `finish_reason` nothing follows.
 
     An engine with a frame head gives `frames` int64 [num_steps, num_codes], on the engine's device, and no `ids`; the
-    step that ends is not among them, and with the last output they may be None.
+    step that ends is not among them, and with the last output they may be None. One with a flow head gives `frames`
+    float32 [num_latents, latent_dim] on the CPU with each output but that of an abort.
 
     `logprobs` are those of `ids` where the request asked for them, by the model's own distribution: before temperature,
     biases, penalties and masks. A request that cannot go on has an `error`, with finish_reason 'abort'.

@@ -86,7 +86,7 @@ class FrameEngine:
             return
         if not row.open:
             raise ProtocolError(f"request {request_id} is not open for more input", request_id=request_id)
-        _check_rows(request_id, rows, self._model)
+        _check_rows(request_id, rows, self._model.shape.hidden_size)
         if done and row.length + len(rows) == 0:
             raise InvalidInputError("nothing was fed: a generation needs at least 1 input", request_id=request_id)
         capacity = self._capacity(request_id, row.length + len(rows), row.sampling)
@@ -201,7 +201,7 @@ class _Row:
 
     def __init__(self, request: EngineRequest, model: FrameModel, capacity: int) -> None:
         self.id, self.sampling, self.open = request.id, request.sampling, request.open
-        self.pending = _embedded(request, model)
+        self.pending = embedded(request, model.embedding)
         """Inputs [n, hidden]."""
         self.computed = self.num_steps = 0
         device, num_codes = self.pending.device, model.head.num_codes
@@ -278,25 +278,22 @@ def _attend(
     )
 
 
-def _embedded(request: EngineRequest, model: FrameModel) -> torch.Tensor:
+def embedded(request: EngineRequest, embedding: nn.Embedding) -> torch.Tensor:
     """The inputs [n, hidden] of a prompt: embeddings of its ids, and its own rows in their places."""
-    ids, size = request.ids, model.embedding.num_embeddings
+    ids, size = request.ids, embedding.num_embeddings
     if ids and not 0 <= min(ids) <= max(ids) < size:
         raise ProtocolError(f"an id is outside of the vocabulary of {size}", request_id=request.id)
     num_rows = 0 if request.embeds is None else len(request.embeds)
     if num_rows != len(request.positions) or any(not 0 <= at < len(ids) for at in request.positions):
         raise ProtocolError(f"{num_rows} embeddings do not fit positions of the prompt", request_id=request.id)
-    inputs: torch.Tensor = model.embedding(
-        torch.tensor(ids, dtype=torch.int64, device=model.embedding.weight.device)
-    ).detach()
+    inputs: torch.Tensor = embedding(torch.tensor(ids, dtype=torch.int64, device=embedding.weight.device)).detach()
     if request.embeds is not None:
-        _check_rows(request.id, request.embeds, model)
+        _check_rows(request.id, request.embeds, embedding.embedding_dim)
         inputs[list(request.positions)] = request.embeds.to(inputs)
     return inputs
 
 
-def _check_rows(request_id: str, rows: torch.Tensor, model: FrameModel) -> None:
-    width = model.shape.hidden_size
+def _check_rows(request_id: str, rows: torch.Tensor, width: int) -> None:
     if rows.ndim != 2 or rows.shape[1] != width:
         raise ProtocolError(
             f"embeddings of shape {list(rows.shape)}; this model takes [n, {width}]", request_id=request_id

@@ -1,0 +1,219 @@
+"""The engine of speech models that make continuous latents: a backbone, and a flow head that says its next input.
+
+    prompt ids -> embedding -> backbone -> flow head -> latents, and the next input of the backbone
+
+All running requests step together, a new one with its whole prompt. Their noise comes from their seeds, so that on a
+CPU the same seed gives the same latents alone and in any company.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic, Literal, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling
+from omniflow.engine.flow import FlowHead, FlowKnobs, FlowStep, flow_noise
+from omniflow.engine.frames import embedded
+from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, ProtocolError
+
+S = TypeVar("S")
+
+
+class FlowModel(Protocol[S]):
+    """A backbone with a flow head. What belongs to a request is a stream `S`."""
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """That of the prompt's ids."""
+        ...
+
+    @property
+    def head(self) -> FlowHead:
+        """Tells the shape of the noise."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """Inputs that one stream may have."""
+        ...
+
+    def init(self) -> S:
+        """A new stream."""
+        ...
+
+    def step(
+        self, streams: Sequence[S], inputs: Sequence[torch.Tensor], noise: torch.Tensor, knobs: FlowKnobs
+    ) -> FlowStep:
+        """One step of all `streams`, after the `inputs` [n, hidden] of each: its prompt's, or its last feedback."""
+        ...
+
+
+class FlowEngine(Generic[S]):
+    """`Engine` on a `FlowModel`; each output has the latents of one step, the last of them too.
+
+    Of a request's `sampling` count `seed`, `max_tokens`, the most steps, and `temperature`: `sigma` times its root is
+    the jitter of the flow, 0 follows the plain differential equation from the seed's noise. `guidance` is the scale of
+    the head's rule.
+
+    `kv_tokens` bounds the positions that all running requests reserve together, `max_running` and `max_waiting` their
+    number. Urgent requests run before others that wait; once `max_running` have overtaken those, one of them runs.
+    """
+
+    def __init__(
+        self,
+        model: FlowModel[S],
+        *,
+        guidance: float,
+        sigma: float,
+        max_running: int = 8,
+        max_waiting: int = 64,
+        kv_tokens: int = 16384,
+    ) -> None:
+        self._model = model
+        self._guidance, self._sigma = guidance, sigma
+        self._limit = min(model.max_positions, kv_tokens)
+        self._max_running, self._max_waiting, self._kv_tokens = max_running, max_waiting, kv_tokens
+        self._urgent: deque[_Row[S]] = deque()
+        self._others: deque[_Row[S]] = deque()
+        self._overtakings = 0
+        """Urgent requests that ran since others wait, or one of them ran."""
+        self._running: list[_Row[S]] = []
+        self._aborted: list[str] = []
+
+    def start(self, request: EngineRequest) -> None:
+        """Queue `request`. Raises ContextLengthError if it can never fit, OverloadedError if the queue is full."""
+        if self._find(request.id) is not None:
+            raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
+        if request.open:
+            raise ProtocolError("this engine takes whole prompts: no `open` ones", request_id=request.id)
+        if not request.ids:
+            raise InvalidInputError("the prompt is empty: it needs at least 1 input", request_id=request.id)
+        if len(request.ids) >= self._limit:
+            raise ContextLengthError(
+                f"the prompt has {len(request.ids)} inputs; at most {self._limit - 1} fit",
+                request_id=request.id,
+                param="input",
+            )
+        num_waiting = len(self._urgent) + len(self._others)
+        if num_waiting >= self._max_waiting:
+            raise OverloadedError(
+                f"{num_waiting} generations are waiting already", request_id=request.id, retry_after_s=1.0
+            )
+        capacity = min(len(request.ids) + request.sampling.max_tokens, self._limit)
+        row = _Row(request, self._model.init(), embedded(request, self._model.embedding), capacity)
+        (self._urgent if request.urgent else self._others).append(row)
+
+    def feed(self, request_id: str, rows: torch.Tensor, done: bool) -> None:
+        """Raises ProtocolError: no request of this engine is open. One that has ended is ignored."""
+        if self._find(request_id) is not None:
+            raise ProtocolError(f"request {request_id} is not open for more input", request_id=request_id)
+
+    def step(self) -> list[EngineOutput]:
+        """One step of the whole batch; see the module's docstring."""
+        outputs = self._drop_aborted()
+        while self._can_admit():
+            self._admit()
+        return outputs + self._latents(list(self._running)) if self._running else outputs
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request at the next step; unknown ids are ignored."""
+        if self._find(request_id) is not None:
+            self._aborted.append(request_id)
+
+    def has_work(self) -> bool:
+        """True while `step` would do something."""
+        return bool(self._aborted or self._running) or self._can_admit()
+
+    def stats(self) -> EngineStats:
+        """Counts for metrics and admission."""
+        num_waiting = len(self._urgent) + len(self._others)
+        return EngineStats(len(self._running), num_waiting, self._reserved(), self._kv_tokens)
+
+    def close(self) -> None:
+        """Drop all requests and the model."""
+        for rows in (self._urgent, self._others, self._running):
+            rows.clear()
+        del self._model
+
+    def _find(self, request_id: str) -> _Row[S] | None:
+        rows = (*self._running, *self._urgent, *self._others)
+        return next((row for row in rows if row.id == request_id), None)
+
+    def _reserved(self) -> int:
+        return sum(row.capacity for row in self._running)
+
+    def _next(self) -> deque[_Row[S]]:
+        """Whose first waits for a place; empty where nobody does."""
+        overtakes = self._urgent and (not self._others or self._overtakings < self._max_running)
+        return self._urgent if overtakes else self._others
+
+    def _can_admit(self) -> bool:
+        waiting = self._next()
+        return (
+            bool(waiting)
+            and len(self._running) < self._max_running
+            and self._reserved() + waiting[0].capacity <= self._kv_tokens
+        )
+
+    def _admit(self) -> None:
+        waiting = self._next()
+        self._overtakings = self._overtakings + 1 if waiting is self._urgent and self._others else 0
+        self._running.append(waiting.popleft())
+
+    def _drop_aborted(self) -> list[EngineOutput]:
+        found = [row for row in map(self._find, dict.fromkeys(self._aborted)) if row is not None]
+        self._aborted.clear()
+        for row in found:
+            next(rows for rows in (self._running, self._urgent, self._others) if row in rows).remove(row)
+        return [EngineOutput(row.id, (), "abort") for row in found]
+
+    def _latents(self, rows: Sequence[_Row[S]]) -> list[EngineOutput]:
+        """A step of `rows`."""
+        device, shape = self._model.embedding.weight.device, self._model.head.noise_shape
+        noise = torch.cat([torch.from_numpy(flow_noise(row.seed, row.num_steps, 1, shape)) for row in rows])
+        jitter = [self._sigma * row.sampling.temperature**0.5 for row in rows]
+        knobs = FlowKnobs(
+            torch.full((len(rows),), self._guidance, device=device),
+            torch.tensor(jitter, dtype=torch.float32, device=device),
+        )
+        with torch.inference_mode():
+            given = self._model.step(
+                [row.stream for row in rows], [row.inputs for row in rows], noise.to(device), knobs
+            )
+            latents, stopped = given.latents.cpu(), given.stopped.tolist()
+        outputs = []
+        for number, row in enumerate(rows):
+            row.take(given.feedback[number : number + 1])
+            reason: Literal["stop", "length"] | None = "stop" if stopped[number] else "length" if row.is_full else None
+            outputs.append(EngineOutput(row.id, (), reason, (), latents[number]))
+            if reason is not None:
+                self._running.remove(row)
+        return outputs
+
+
+class _Row(Generic[S]):
+    """One request."""
+
+    def __init__(self, request: EngineRequest, stream: S, inputs: torch.Tensor, capacity: int) -> None:
+        self.id, self.stream, self.capacity = request.id, stream, capacity
+        self.sampling: Sampling = request.sampling
+        self.seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+        self.inputs = inputs
+        """Of the next step, [n, hidden]."""
+        self.num_steps = self._length = 0
+
+    @property
+    def is_full(self) -> bool:
+        """True where no further step is allowed, or fits."""
+        return self.num_steps == self.sampling.max_tokens or self._length == self.capacity
+
+    def take(self, feedback: torch.Tensor) -> None:
+        """A step is done; `feedback` [1, hidden] is the next input."""
+        self._length += len(self.inputs)
+        self.num_steps += 1
+        self.inputs = feedback
