@@ -136,7 +136,9 @@ async def on_unexpected(request: Request, error: Exception) -> Response:
     exchange = exchange_of(request.scope)
     exchange.failure = "internal_error"
     message = f"internal error; the server's log has it under {exchange.request_id}"
-    return _response(_body(message, 500, None, "internal_error"), 500, {"x-should-retry": "false"})
+    # Starlette raises the error once more behind this reply, and uvicorn closes the connection on it.
+    headers = {"x-should-retry": "false", "connection": "close"}
+    return _response(_body(message, 500, None, "internal_error"), 500, headers)
 
 
 def _body(message: str, status: int, param: str | None, code: str) -> bytes:

@@ -211,6 +211,16 @@ async def test_sound_that_fails_half_way_breaks_off() -> None:
         assert (await client.get(f"{address.url}/live")).status_code == 200
 
 
+async def test_nobody_asks_again_on_a_connection_that_ends_behind_a_bug() -> None:
+    runtime = ScriptedRuntime()
+    async with serve(build_app(runtime, model="tiny"), port=0) as address, httpx.AsyncClient() as client:  # type: ignore[arg-type]
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        runtime.scripts = [[RuntimeError("bug")]]
+        replies = [await client.post(f"{address.url}/v1/chat/completions", json=body) for _ in range(2)]
+        assert [reply.status_code for reply in replies] == [500, 200]
+        assert replies[0].headers["connection"] == "close" and "connection" not in replies[1].headers
+
+
 async def test_sdk_raises_on_a_stream_that_fails_half_way() -> None:
     runtime = ScriptedRuntime([*HELLO[:2], StageDiedError("killed", stage="talker")])
     async with serve(build_app(runtime, model="tiny"), port=0) as address:  # type: ignore[arg-type]
