@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import anyio
 import typer
@@ -150,7 +151,8 @@ def _server(url: str, api_key: str | None) -> Server:
         raise ConfigError(f"this needs {error.name}: run `pip install 'omniflow[client]'`") from error
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {url!r}: expected http://... or https://..., as in {HERE}")
-    return Server(url, api_key)
+    has_path = bool(urlsplit(url).path.strip("/"))
+    return Server(url if has_path else url.rstrip("/") + "/v1", api_key)
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:

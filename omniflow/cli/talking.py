@@ -8,7 +8,7 @@ import wave
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import anyio
 import anyio.to_thread
@@ -38,7 +38,8 @@ class WavFile:
     """A wav file; its header is right at any moment."""
 
     def __init__(self, path: Path) -> None:
-        self._wave = wave.open(str(path), "wb")
+        self._file = _opened(path)
+        self._wave = wave.open(self._file, "wb")
         self._wave.setparams((1, 2, SPEECH_HZ, 0, "NONE", ""))
 
     async def play(self, pcm: bytes) -> None:
@@ -46,6 +47,7 @@ class WavFile:
 
     async def finish(self) -> None:
         self._wave.close()
+        self._file.close()
 
 
 class Speakers:
@@ -111,10 +113,11 @@ async def say(server: Server, text: str, output: Path | None, asked: Asked, cons
     async with server.connect() as connection, AsyncExitStack() as stack:
         body = {"model": await connection.model(asked.model), "input": text, **asked.fields}
         body |= {"voice": asked.voice} if asked.voice else {}
-        coded = output.suffix.removeprefix(".") if output is not None else ""
+        coded = output.suffix.removeprefix(".").lower() if output is not None else ""
         if output is not None and coded in _CODED:
             data = await connection.post("/audio/speech", json={**body, "response_format": coded})
-            await anyio.Path(output).write_bytes(data)
+            with _opened(output) as file:
+                await anyio.to_thread.run_sync(file.write, data)
             console.print(f"{output}: {len(data) / 1024:.0f} KiB")
             return
         player = await _player_for(asked._replace(speak=True, output=output), stack)
@@ -148,9 +151,18 @@ def part_of(path: Path) -> dict[str, Any]:
     raise ConfigError(f"{path}: attach {', '.join([*_CONTENT, *_IMAGES])}")
 
 
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
 async def _player_for(asked: Asked, stack: AsyncExitStack) -> Player | None:
     if not asked.speak and asked.output is None:
         return None
+    if asked.output is not None and asked.output.suffix.lower() not in ("", ".wav"):
+        raise ConfigError(f"{asked.output}: sound is written as .wav, and by `say` also as .{', .'.join(_CODED)}")
     player: Player = WavFile(asked.output) if asked.output is not None else Speakers()
     stack.push_async_callback(player.finish)
     return player

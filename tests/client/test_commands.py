@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import wave
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -83,6 +84,25 @@ async def test_say_into_an_mp3_file(run: Run, tmp_path: Path) -> None:
     ran = await run("say", "hello", "-o", str(path))
     assert ran.code == 0 and str(path) in ran.out.replace("\n", "")
     assert path.read_bytes()[:2] in (b"ID", b"\xff\xf3", b"\xff\xfb")
+
+
+@pytest.mark.parametrize("command", ["say", "chat"])
+async def test_a_file_is_what_its_name_says(run: Run, tmp_path: Path, command: str) -> None:
+    ran = await run(command, "hello", "-o", str(tmp_path / "out.m4a"))
+    assert ran.code == 1 and "sound is written as .wav, and by `say` also as .mp3" in ran.err
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["out.wav", "out.mp3"])
+async def test_a_file_that_cannot_be_written_is_one_line(run: Run, tmp_path: Path, name: str) -> None:
+    ran = await run("say", "hello", "-o", str(tmp_path / "nowhere" / name))
+    assert ran.code == 1 and ran.err.replace("\n", "").endswith(f"{name}: No such file or directory")
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+async def test_a_url_may_leave_the_version_out(run: Run, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setenv("OMNIFLOW_URL", os.environ["OMNIFLOW_URL"].removesuffix("/v1") + end)
+    assert (await run("chat", "one")).out == "one \n"
 
 
 async def test_what_a_server_refuses_is_one_line(run: Run) -> None:
