@@ -67,6 +67,8 @@ class Row:
         self.generated: list[int] = []
         self.computed = 0
         self.cache = KeyValues(num_layers, capacity)
+        self._places = torch.empty(3, 0, dtype=torch.long) if request.places is None else request.places
+        self._kinds = torch.empty(0, dtype=torch.uint8) if request.kinds is None else request.kinds
         self._sampler = Sampler(request.sampling)
         self._matcher = matcher
         self._ends = torch.tensor(sorted(request.sampling.stop_token_ids), dtype=torch.long)
@@ -96,6 +98,19 @@ class Row:
         self.ids += [0] * len(rows)
         self.positions = torch.cat([self.positions, torch.arange(start, len(self.ids))])
         self.embeds = rows if self.embeds is None else torch.cat([self.embeds, rows])
+
+    def places(self, start: int, end: int) -> torch.Tensor:
+        """Positions in time, height and width of the inputs [start, end): int64 [3, end - start]."""
+        known = self._places[:, start:end]
+        length = self._places.shape[1]
+        after = int(self._places.max()) + 1 if length else 0
+        later = torch.arange(max(start, length), max(end, length)) - length + after
+        return torch.cat([known, later.expand(3, -1)], dim=1)
+
+    def kinds(self, start: int, end: int) -> torch.Tensor:
+        """Which of the model's kinds each of the inputs [start, end) is: uint8 [end - start]."""
+        known = self._kinds[start:end]
+        return F.pad(known, (0, end - start - len(known)))
 
     def place(self, hidden: torch.Tensor, start: int) -> None:
         """Write the embeddings that belong into inputs [start, start + len(hidden)) over `hidden`."""

@@ -45,7 +45,8 @@ class TransformersEngine:
     `kv_tokens` bounds the positions that all running requests reserve together, `max_running` and `max_waiting` their
     number, `chunk` the inputs of one request read in a step: 64 cost 8 % more per token than 256, and hold up the
     tokens of others by 0.14 s instead of 0.5 s (135M parameters, one core). `decode` turns ids into text and is needed
-    for `stop` strings, `grammars` for requests with a grammar. Raises StartError for other kinds of attention.
+    for `stop` strings, `grammars` for requests with a grammar. `media` says that `model` reads the `places` and `kinds`
+    of the rows of a step; requests with such are refused elsewhere. Raises StartError for other kinds of attention.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class TransformersEngine:
         max_waiting: int = 64,
         kv_tokens: int = 16384,
         chunk: int = 64,
+        media: bool = False,
     ) -> None:
         config = model.config.get_text_config()
         _check_attention(config)
@@ -76,6 +78,7 @@ class TransformersEngine:
         self._max_waiting = max_waiting
         self._kv_tokens = kv_tokens
         self._chunk = chunk
+        self._media = media
         self._waiting: deque[Row] = deque()
         self._running: deque[Row] = deque()
         self._aborted: list[str] = []
@@ -160,7 +163,22 @@ class TransformersEngine:
             raise ProtocolError(f"{num_rows} embeddings for {len(request.positions)} positions", request_id=request.id)
         if any(not 0 <= position < len(request.ids) for position in request.positions):
             raise ProtocolError("an embedding lies outside of the prompt", request_id=request.id)
+        self._check_media(request)
         self._check_length(request.id, len(request.ids))
+
+    def _check_media(self, request: EngineRequest) -> None:
+        for name, given, shape in (
+            ("places", request.places, (3, len(request.ids))),
+            ("kinds", request.kinds, (len(request.ids),)),
+        ):
+            if given is None:
+                continue
+            if not self._media or request.open:
+                raise ProtocolError(f"{name} need a model of several kinds and a whole prompt", request_id=request.id)
+            if given.shape != shape:
+                raise ProtocolError(
+                    f"{name} of shape {list(given.shape)}; this prompt takes {list(shape)}", request_id=request.id
+                )
 
     def _check_rows(self, request_id: str, rows: torch.Tensor) -> None:
         width = self._embedding.embedding_dim
