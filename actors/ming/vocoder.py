@@ -1,0 +1,119 @@
+"""Ming's vocoder: latents to sound by the AudioVAE; the streams of all requests step together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from actors.catalogue import PACKAGED
+from actors.roles import VocoderRole
+from actors.thinker import torch_device
+from omniflow.actor import Context, Emit, Stream
+from omniflow.errors import ContextLengthError, ProtocolError
+from omniflow.media import AudioChunk, Latents
+from omniflow.weights import Weights, resolve
+
+if TYPE_CHECKING:
+    from actors.ming.audio_vae import AudioStream, AudioVaeDecoder
+
+
+class MingVocoder(VocoderRole):
+    """Makes sound of the latents of a Ming checkpoint's talker, mono, at the rate of its AudioVAE (44.1 kHz).
+
+    Each message gives what is certain by now; segments follow each other, each from an empty state. What waits when a
+    step begins is decoded in it, of up to `max_together` requests; the samples are the same within 1e-6.
+    """
+
+    heavy = True
+    preload = ("torch", "actors.ming.audio_vae")
+
+    def __init__(self, *, model: str, device: str = "cpu", threads: int = 1, max_together: int = 16) -> None:
+        self._weights = resolve(model, PACKAGED)
+        self._device = torch_device(device)
+        self._threads = threads
+        self._max_together = max_together
+        self._waiting: dict[_Call, None] = {}
+        self._lock = threading.Lock()
+        self._decoder: AudioVaeDecoder
+
+    def weights(self) -> Sequence[Weights]:
+        """The checkpoint."""
+        return (self._weights,)
+
+    async def setup(self) -> None:
+        """Load the decoder, and run it once. Raises WeightsError where it cannot be loaded."""
+        self._decoder = await self.offload(self._load, self._weights.path())
+        await self._decode(self._decoder.init(), np.zeros((4, self._decoder.latent_dim), np.float32), True)
+
+    async def run(self, latents: Stream[Latents], emit: Emit[AudioChunk], ctx: Context) -> None:
+        """See the class. Raises ContextLengthError for a segment that is longer than the AudioVAE can decode."""
+        decoder = self._decoder
+        state, is_whole = decoder.init(), True
+        async for part in latents:
+            samples = await self._decode(state, part.frames, part.last)
+            if len(samples):
+                await emit.send(AudioChunk(samples.clip(-1, 1), decoder.sample_rate_hz, decoder.channels))
+            is_whole = part.last
+            if part.last:
+                state = decoder.init()
+        if not is_whole:
+            raise ProtocolError("the latents ended amid a segment: its last `Latents` is not marked as such")
+
+    async def _decode(self, state: AudioStream, frames: np.ndarray, last: bool) -> np.ndarray:
+        decoder = self._decoder
+        if frames.ndim != 2 or frames.shape[1] != decoder.latent_dim:
+            raise ProtocolError(f"latents of shape {list(frames.shape)}; this vocoder takes [n, {decoder.latent_dim}]")
+        # Asked here, too: in a step it would be refused together with those of others.
+        if state.num_latents + len(frames) > decoder.max_latents:
+            raise ContextLengthError(f"a segment of more than {decoder.max_latents} latents: give shorter segments")
+        call = _Call(state, frames, last)
+        with self._lock:
+            self._waiting[call] = None
+        try:
+            return await self.offload(self._step, call)
+        finally:
+            with self._lock:
+                self._waiting.pop(call, None)
+
+    def _step(self, own: _Call) -> np.ndarray:
+        """The sound of `own`, which a step for another may have made already."""
+        if own.samples is None:
+            with self._lock:
+                others = [call for call in self._waiting if call is not own][: self._max_together - 1]
+                calls = [own, *others]
+                for call in calls:
+                    self._waiting.pop(call, None)
+            sounds = self._decoder.step_together(
+                [call.state for call in calls], [call.frames for call in calls], [call.last for call in calls]
+            )
+            for call, samples in zip(calls, sounds, strict=True):
+                call.samples = samples
+            return sounds[0]
+        return own.samples
+
+    def _load(self, folder: Path) -> AudioVaeDecoder:
+        # Imports torch, so not at the top: a graph is checked and explained without it.
+        import torch
+
+        from actors.ming.audio_vae import load_audio_vae
+        from actors.ming.config import Talker
+        from actors.ming.weights import read_folder
+        from omniflow.engine.linear import pack_linears
+
+        torch.set_num_threads(self._threads)
+        config = Talker.load(folder).audio_tokenizer_config
+        decoder = load_audio_vae(config, read_folder(folder)).to(self._device)
+        pack_linears(decoder)
+        return decoder
+
+
+class _Call:
+    """The next latents of one stream, and in the end their sound."""
+
+    def __init__(self, state: AudioStream, frames: np.ndarray, last: bool) -> None:
+        self.state, self.frames, self.last = state, frames, last
+        self.samples: np.ndarray | None = None
