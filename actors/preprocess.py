@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,6 +11,9 @@ from actors.roles import Preprocessed
 from omniflow.actor import Actor
 from omniflow.errors import InvalidInputError, UnsupportedError
 from omniflow.media import AudioPart, Chat, ImagePart, Images, Part, Prompt, PromptMessage, TextPart, Waveforms
+
+if TYPE_CHECKING:
+    import soundfile
 
 SAMPLE_RATE_HZ = 16_000
 BLOCK_FRAMES = 1 << 18
@@ -92,7 +96,7 @@ class _Clip:
         if not data:
             raise _invalid(f"{where}: the audio is empty (0 bytes)")
         try:
-            self._file = soundfile.SoundFile(io.BytesIO(data))
+            self._file = _forwards(data)
         except soundfile.LibsndfileError as error:
             raise _invalid(f"{where}: the audio cannot be decoded ({error.error_string}); {_FORMATS_TAKEN}") from error
         rate_hz, channels = self._file.samplerate, self._file.channels
@@ -123,6 +127,21 @@ class _Clip:
         if self._resampler is not None:
             mono = self._resampler.resample_chunk(mono, last=self.ended)
         return mono
+
+
+def _forwards(data: bytes) -> soundfile.SoundFile:
+    """A sound file that is read from its begin to its end only.
+
+    soundfile seeks behind every read where it can, and libsndfile fails to at the end of a FLAC whose head, as that of
+    every streamed one, does not say how long it is.
+    """
+    import soundfile
+
+    class Forwards(soundfile.SoundFile):  # type: ignore[misc]  # it has no types
+        def seekable(self) -> bool:
+            return False
+
+    return Forwards(io.BytesIO(data))
 
 
 _TAKES = "send text, audio or images"

@@ -55,6 +55,15 @@ async def decoded(actor: Preprocess, data: bytes) -> np.ndarray:
     return samples
 
 
+@pytest.mark.parametrize("seconds", [0.5, BLOCK_FRAMES / 16_000, 20])
+async def test_a_flac_that_was_streamed_does_not_say_how_long_it_is(actor: Preprocess, seconds: float) -> None:
+    samples = tone(seconds, 16_000)
+    data = bytearray(file(samples, 16_000, "FLAC"))
+    data[21] &= 0xF0  # 36 bits of STREAMINFO
+    data[22:26] = bytes(4)
+    assert np.abs(await decoded(actor, bytes(data)) - samples[:, 0]).max() < 1e-4
+
+
 async def refusal(actor: Preprocess, *parts: Part) -> InvalidInputError:
     with pytest.raises(InvalidInputError) as caught:
         await actor.run(chat(*parts))
