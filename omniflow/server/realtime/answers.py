@@ -19,7 +19,7 @@ import msgspec
 
 from omniflow.errors import ProtocolError
 from omniflow.media import AudioChunk, Generated, ToolCallDelta
-from omniflow.server.chat_request import Voice
+from omniflow.server.chat_request import Voice, voice_name
 from omniflow.server.realtime import server_events as events
 from omniflow.server.realtime.audio import AudioFormat, AudioOut
 from omniflow.server.realtime.items import Conversation, Entry, Spoken, Written
@@ -207,9 +207,8 @@ class Answer:
             output=output,
             output_modalities=("audio",) if manner.aloud else ("text",),
             max_output_tokens=manner.max_output_tokens,
-            audio={
-                "output": {"format": msgspec.to_builtins(manner.format), "voice": msgspec.to_builtins(manner.voice)}
-            },
+            # A session's voice may be an object with an id; of a response, clients take a name only.
+            audio={"output": {"format": msgspec.to_builtins(manner.format), "voice": voice_name(manner.voice)}},
             conversation_id=self._conversation.id if self._conversation is not None else None,
             status_details=details,
             metadata=manner.metadata,

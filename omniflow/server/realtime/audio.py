@@ -23,6 +23,7 @@ from omniflow.server.encoders import int16, pcm16, wav_header
 HEARD_HZ = 16_000
 """The rate at which a session keeps what it hears."""
 SAMPLES_PER_MS = HEARD_HZ // 1000
+_PCM_HZ = 24_000
 _TELEPHONE_HZ = 8_000
 
 Pcm16 = NDArray[np.int16]
@@ -31,7 +32,8 @@ Pcm16 = NDArray[np.int16]
 class Pcm(msgspec.Struct, frozen=True, tag="audio/pcm", tag_field="type"):
     """16-bit little-endian samples, mono."""
 
-    rate: Literal[24000] = 24000
+    rate: Literal[24000] | None = 24000
+    """Null where a client says null: it stands for the only one."""
 
 
 class Pcmu(msgspec.Struct, frozen=True, tag="audio/pcmu", tag_field="type"):
@@ -67,7 +69,7 @@ def _law_of(format: Pcmu | Pcma) -> _Law:
 
 def rate_hz(format: AudioFormat) -> int:
     """Samples a second."""
-    return format.rate if isinstance(format, Pcm) else _TELEPHONE_HZ
+    return _PCM_HZ if isinstance(format, Pcm) else _TELEPHONE_HZ
 
 
 def bytes_per_s(format: AudioFormat) -> int:

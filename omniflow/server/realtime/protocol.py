@@ -137,7 +137,7 @@ class Protocol:
                 self._hearing.clear()
                 self._events.append(events.BufferCleared())
             case client.OutputBufferClear():
-                self._events.append(events.OutputBufferCleared())
+                self._events.append(events.OutputBufferCleared(response_id=self._responses.last_id))
             case client.ItemCreate():
                 self._create_item(event)
             case client.ItemRetrieve(item_id=id):

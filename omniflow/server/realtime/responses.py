@@ -70,6 +70,8 @@ class Responses:
     """True where none may begin any more."""
     waiting = False
     """True while a turn of the user waits for the response that runs."""
+    last_id = ""
+    """Of the response that began last."""
     quiet_since_s: float | None = None
     """Since when what was said last has been played; None: nothing yet, or the user has spoken since."""
 
@@ -155,6 +157,7 @@ class Responses:
         options = self._options(params, manner, tools)
         answer = Answer(manner, None if params.conversation == "none" else self._conversation, self._emit)
         self._answers[answer.id] = answer
+        self.last_id = answer.id
         if answer.in_conversation:
             self.waiting = False
             self.quiet_since_s = None
@@ -187,6 +190,9 @@ class Responses:
 
     def _options(self, params: client.ResponseParams, manner: Manner, tools: tuple[FunctionTool, ...]) -> Options:
         choice: ToolChoice = _first(params.tool_choice, self.session.tool_choice)
+        if isinstance(choice, NamedTool) and tools and choice.name not in [tool.name for tool in tools]:
+            message = f"response.tool_choice: there is no tool {choice.name!r}"
+            raise InvalidInputError(message, param="response.tool_choice")
         mode: Literal["auto", "none", "required"] = "required" if isinstance(choice, NamedTool) else choice
         return Options(
             max_tokens=None if manner.max_output_tokens == "inf" else manner.max_output_tokens,

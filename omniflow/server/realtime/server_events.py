@@ -156,7 +156,9 @@ class BufferCleared(ServerEvent, frozen=True, tag="input_audio_buffer.cleared"):
 
 
 class OutputBufferCleared(ServerEvent, frozen=True, tag="output_audio_buffer.cleared"):
-    """Of WebRTC."""
+    """Of WebRTC. The response is the last one; empty where there was none."""
+
+    response_id: str
 
 
 class SpeechStarted(_OfItem, frozen=True, tag="input_audio_buffer.speech_started"):

@@ -70,6 +70,29 @@ class NoiseReduction(Struct, frozen=True):
     type: Literal["near_field", "far_field"]
 
 
+class Tracing(Struct, frozen=True, omit_defaults=True):
+    """Taken, and without effect."""
+
+    workflow_name: str | None = None
+    group_id: str | None = None
+    metadata: Any = None
+
+
+class RetentionRatio(Struct, frozen=True, omit_defaults=True, tag="retention_ratio", tag_field="type"):
+    """Taken, and without effect: what a conversation may hold is in `server.realtime_items`."""
+
+    retention_ratio: Annotated[float, Meta(ge=0, le=1)]
+    token_limits: dict[str, int | None] | None = None
+
+
+class Prompt(Struct, frozen=True, omit_defaults=True):
+    """A template of OpenAI's: taken, and without effect."""
+
+    id: str
+    version: str | None = None
+    variables: dict[str, Any] | None = None
+
+
 class FunctionTool(Struct, frozen=True):
     """A function that the model may ask the client to call."""
 
@@ -147,10 +170,10 @@ class Session(Struct, frozen=True, kw_only=True):
     parallel_tool_calls: bool = True
     max_output_tokens: MaxTokens = "inf"
     audio: Audio = Audio()
-    tracing: Any = None
-    truncation: Any = "auto"
-    prompt: Any = None
-    include: tuple[str, ...] | None = None
+    tracing: Literal["auto"] | Tracing | None = None
+    truncation: Literal["auto", "disabled"] | RetentionRatio = "auto"
+    prompt: Prompt | None = None
+    include: tuple[Literal["item.input_audio_transcription.logprobs"], ...] | None = None
 
     @property
     def speaks(self) -> bool:

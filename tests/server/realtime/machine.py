@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
+from openai.types.realtime import RealtimeServerEvent
 
 from omniflow.server.realtime.hearing import Listen, Transcribe
 from omniflow.server.realtime.protocol import Bounds, Protocol, Work
@@ -18,6 +19,10 @@ from omniflow.server.realtime.turns import FRAME_SAMPLES
 EVERYTHING = Abilities(frozenset({"tiny"}), frozenset({"text", "audio", "usage", "tool_calls"}), transcribes=True)
 BOUNDS = Bounds(items=50, buffer_s=2.0)
 MANUAL = {"audio": {"input": {"turn_detection": None}}}
+_TYPES = {
+    get_args(model.model_fields["type"].annotation)[0]: model for model in get_args(get_args(RealtimeServerEvent)[0])
+}
+"""OpenAI's client's own, by the type of the event. openai-agents drops what does not fit them."""
 _OF_ITEM = ("response.output_text.", "response.output_audio", "response.function_call_arguments.", "response.content_p")
 
 
@@ -38,6 +43,7 @@ class Reader:
         else:
             assert kind != "session.created"
         assert event["event_id"].startswith("event_")
+        _TYPES[kind].model_validate(event)
         self.num_read += 1
         no_nulls(event.get("item"))
         no_nulls(event.get("part"))

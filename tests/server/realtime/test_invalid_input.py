@@ -105,6 +105,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (RESPOND, response(tools=tool(x=nested(40))), "response.tools[0]"),
     (RESPOND, response(max_output_tokens=2**40), "response.max_output_tokens"),
     (RESPOND, response(tool_choice=5), "response.tool_choice"),
+    (RESPOND, response(tools=tool(), tool_choice={"type": "function", "name": "g"}), "response.tool_choice"),
     (RESPOND, response(audio={"output": {"format": {"type": "mp3"}}}), "response.audio.output.format.type"),
     (RESPOND, response(audio={"output": {"voice": 3}}), "response.audio.output.voice"),
     (RESPOND, response(input=[{"type": "item_reference", "id": "nobody"}]), "response.input[0].id"),
@@ -144,6 +145,7 @@ def test_an_error_names_the_field_and_a_turn_follows(kind: str, fields: dict[str
         (CREATE, item(content=[])),
         (RESPOND, {"response": None}),
         (RESPOND, {}),
+        (RESPOND, response(audio={"output": {"format": {"type": "audio/pcm", "rate": None}, "voice": None}})),
         (RESPOND, response(conversation=None, tools=None, metadata=None, input=None, prompt=None, audio=None)),
     ],
 )

@@ -542,7 +542,7 @@ def test_overrides_of_one_response() -> None:
     )
     created = machine.events[-1]["response"]
     assert created["metadata"] == {"client_event_id": "x"} and created["max_output_tokens"] == 9
-    assert created["audio"]["output"]["voice"] == {"id": "joe"} and created["output_modalities"] == ["text"]
+    assert created["audio"]["output"]["voice"] == "joe" and created["output_modalities"] == ["text"]
     assert task.options.max_tokens == 9 and task.options.voice == "joe"
     assert task.chat.messages[0].parts == (TextPart("short"),)
     assert machine.gives(task, TextDelta("x"))[-1]["response"]["metadata"] == {"client_event_id": "x"}

@@ -8,7 +8,7 @@ import pytest
 
 from omniflow.errors import InvalidInputError
 from omniflow.server.realtime.audio import Pcmu
-from omniflow.server.realtime.settings import Session, Transcription, updated, view
+from omniflow.server.realtime.settings import Prompt, Session, Tracing, Transcription, updated, view
 from omniflow.server.realtime.turns import SemanticVad, ServerVad
 
 
@@ -50,7 +50,9 @@ def test_another_kind_begins_anew() -> None:
 def test_unknown_keys_and_opaque_values_are_taken() -> None:
     update = {"nonsense": {"a": [1]}, "tracing": {"group_id": None}, "prompt": {"id": "p"}, "truncation": "disabled"}
     session = updated(Session(), update | {"include": ["item.input_audio_transcription.logprobs"]})
-    assert session.tracing == {"group_id": None} and session.truncation == "disabled"
+    assert session.tracing == Tracing() and session.truncation == "disabled" and session.prompt == Prompt("p")
+    ratio = {"type": "retention_ratio", "retention_ratio": 0.5, "token_limits": {"post_instructions": 9}}
+    assert view(updated(session, {"truncation": ratio}), "s", 0)["truncation"] == ratio
     assert updated(session, {"tracing": None}).tracing is None
 
 
@@ -89,6 +91,11 @@ def test_sound_comes_with_its_transcript() -> None:
         ({"audio": {"output": {"speed": 9}}}, "session.audio.output.speed"),
         ({"audio": {"output": {"voice": {"id": 5}}}}, "session.audio.output.voice.id"),
         ({"include": "all"}, "session.include"),
+        ({"include": ["all"]}, "session.include[0]"),
+        ({"tracing": "on"}, "session.tracing"),
+        ({"tracing": {"group_id": 5}}, "session.tracing.group_id"),
+        ({"truncation": {"type": "retention_ratio", "retention_ratio": 2}}, "session.truncation.retention_ratio"),
+        ({"prompt": {}}, "session.prompt.id"),
     ],
 )
 def test_errors_name_the_field(update: dict[str, Any], param: str) -> None:
