@@ -96,7 +96,7 @@ async def taker(connection: Connection, model: str, plan: BenchPlan) -> Take:
         speech = await _speech(connection, model, plan)
 
         async def spoken(number: int) -> Turn:
-            async with realtime.session(connection.server, model, plan.turn_end) as socket:
+            async with realtime.session(connection.server, model, plan.turn_end, plan.max_tokens) as socket:
                 return await realtime.spoken_turn(socket, speech, plan.turn_end, plan.interrupt_after_s)
 
         return spoken

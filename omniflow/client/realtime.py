@@ -7,11 +7,10 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, Literal
+from urllib.parse import urlencode
 
 import anyio
-import anyio.abc
 import websockets
 from websockets.asyncio.client import ClientConnection, connect
 
@@ -28,15 +27,16 @@ Ends = Literal["vad", "manual"]
 
 
 @asynccontextmanager
-async def session(server: Server, model: str, ends: Ends) -> AsyncIterator[ClientConnection]:
+async def session(server: Server, model: str, ends: Ends, max_tokens: int) -> AsyncIterator[ClientConnection]:
     """A session whose turns end where the server hears silence (`vad`), or where the client says so (`manual`)."""
     detection = {"type": "server_vad", "interrupt_response": True} if ends == "vad" else None
     update = {
         "type": "realtime",
         "output_modalities": ["audio"],
+        "max_output_tokens": max_tokens,
         "audio": {"input": {"turn_detection": detection, "format": {"type": "audio/pcm", "rate": SPEECH_HZ}}},
     }
-    url = f"{server.websocket_url.rstrip('/')}/realtime?model={model}"
+    url = f"{server.websocket_url.rstrip('/')}/realtime?{urlencode({'model': model})}"
     try:
         async with connect(url, additional_headers=server.headers, max_size=2**24) as socket:
             await _until(socket, "session.created")
@@ -50,19 +50,20 @@ async def session(server: Server, model: str, ends: Ends) -> AsyncIterator[Clien
 async def spoken_turn(socket: ClientConnection, speech: bytes, ends: Ends, interrupt_after_s: float | None) -> Turn:
     """Say `speech` (PCM as in `SPEECH_HZ`) and hear the answer; times count from the end of the speech.
 
-    With `interrupt_after_s` the speaker says it again once so many seconds of the answer have come, and the turn ends
-    when the answer has fallen silent.
+    With `interrupt_after_s` the speaker says it again once so many seconds of the answer have come (`manual`: cancels
+    it), and the turn ends when the answer has fallen silent.
     """
     turn = new_turn()
+    speaker = _Speaker(socket, speech, ends)
     async with anyio.create_task_group() as tasks:
         if ends == "vad":
-            tasks.start_soon(_speak_into_microphone, socket, speech, turn)
+            tasks.start_soon(speaker.speak_into_microphone, turn)
         else:
             await _speak(socket, speech, paced=False)
             await _send(socket, {"type": "input_audio_buffer.commit"})
             await _send(socket, {"type": "response.create"})
             turn.times.started_s = time.monotonic()
-        error = await _heard(socket, speech, turn, interrupt_after_s, tasks)
+        error = await _heard(socket, turn, interrupt_after_s, speaker)
         tasks.cancel_scope.cancel()
     if error is not None:  # raised out here, it is no group of one
         raise error
@@ -70,14 +71,36 @@ async def spoken_turn(socket: ClientConnection, speech: bytes, ends: Ends, inter
     return turn
 
 
-async def _speak_into_microphone(socket: ClientConnection, speech: bytes, turn: Turn) -> None:
-    """At the pace of speech, then silence until the answer is through: a microphone never stops."""
-    await _speak(socket, speech, paced=True)
-    turn.times.started_s = time.monotonic()
-    silence = bytes(round(FRAME_S * SPEECH_HZ) * 2)
-    while True:
-        await _append(socket, silence)
-        await anyio.sleep(FRAME_S)
+class _Speaker:
+    """Who talks to the server, and may interrupt it."""
+
+    interrupted_s: float | None = None
+    """When the interruption began."""
+
+    def __init__(self, socket: ClientConnection, speech: bytes, ends: Ends) -> None:
+        self._socket = socket
+        self._speech = speech
+        self._ends = ends
+        self._wanted = False
+
+    async def speak_into_microphone(self, turn: Turn) -> None:
+        """At the pace of speech, then silence until the answer is through: a microphone never stops."""
+        await _speak(self._socket, self._speech, paced=True)
+        turn.times.started_s = time.monotonic()
+        silence = bytes(round(FRAME_S * SPEECH_HZ) * 2)
+        while True:
+            if self._wanted and self.interrupted_s is None:
+                self.interrupted_s = time.monotonic()
+                await _speak(self._socket, self._speech, paced=True)
+            await _append(self._socket, silence)
+            await anyio.sleep(FRAME_S)
+
+    async def interrupt(self) -> None:
+        """Speak again instead of the silence; without a microphone, cancel the answer. The first call counts."""
+        if self._ends == "manual" and not self._wanted:
+            self.interrupted_s = time.monotonic()
+            await _send(self._socket, {"type": "response.cancel"})
+        self._wanted = True
 
 
 async def _speak(socket: ClientConnection, speech: bytes, *, paced: bool) -> None:
@@ -90,19 +113,16 @@ async def _speak(socket: ClientConnection, speech: bytes, *, paced: bool) -> Non
 
 
 async def _heard(
-    socket: ClientConnection, speech: bytes, turn: Turn, interrupt_after_s: float | None, tasks: anyio.abc.TaskGroup
+    socket: ClientConnection, turn: Turn, interrupt_after_s: float | None, speaker: _Speaker
 ) -> ServerError | None:
     try:
-        await _listen(socket, speech, turn, interrupt_after_s, tasks)
+        await _listen(socket, turn, interrupt_after_s, speaker)
     except ServerError as error:
         return error
     return None
 
 
-async def _listen(
-    socket: ClientConnection, speech: bytes, turn: Turn, interrupt_after_s: float | None, tasks: anyio.abc.TaskGroup
-) -> None:
-    interrupted_s: float | None = None
+async def _listen(socket: ClientConnection, turn: Turn, interrupt_after_s: float | None, speaker: _Speaker) -> None:
     async for event in _events(socket):
         kind = event["type"]
         if kind in _TEXTS:
@@ -111,19 +131,24 @@ async def _listen(
         elif kind == _AUDIO:
             sound = len(base64.b64decode(event["delta"])) / 2 / SPEECH_HZ
             turn.times.sounds.append(Sound(time.monotonic(), sound))
-            if interrupt_after_s is not None and interrupted_s is None and turn.times.audio_s >= interrupt_after_s:
-                interrupted_s = time.monotonic()
-                tasks.start_soon(partial(_speak, socket, speech, paced=True))
+            if interrupt_after_s is not None and turn.times.audio_s >= interrupt_after_s:
+                await speaker.interrupt()
         elif kind == "response.done":
             response = event["response"]
             turn.usage = response.get("usage") or {}
-            if interrupted_s is not None:
-                turn.barge_in_s = time.monotonic() - interrupted_s
-            elif response["status"] != "completed":
-                details = response.get("status_details") or {}
-                error = details.get("error") or {}
-                turn.error = str(error.get("code") or details.get("reason") or response["status"])
+            if speaker.interrupted_s is not None and response["status"] == "cancelled":
+                turn.barge_in_s = time.monotonic() - speaker.interrupted_s
+            else:
+                turn.error = _failure(response)
             return
+
+
+def _failure(response: dict[str, Any]) -> str | None:
+    """Why an answer is not what was asked for; one that is as long as allowed is."""
+    details = response.get("status_details") or {}
+    if response["status"] == "completed" or details.get("reason") == "max_output_tokens":
+        return None
+    return str((details.get("error") or {}).get("code") or details.get("reason") or response["status"])
 
 
 async def _append(socket: ClientConnection, pcm: bytes) -> None:

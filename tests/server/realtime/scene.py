@@ -30,14 +30,16 @@ TEXT = {"output_modalities": ["text"]}
 
 class Answerer(Actor):
     """Says the last thing that it was told, word by word. "wait": for ever. "fail": fails. "call": calls the first tool
-    that it was given. "long N": N words of 0.1 s. Sound: tells how long it is.
+    that it was given. "long N": N words of 0.1 s. Sound: tells how long it is, and
+    where that is more than 10 s, waits for ever.
     """
 
     async def run(self, chat: Chat, text: Emit[TextDelta], tool_calls: Emit[ToolCallDelta], ctx: Context) -> Generated:
         part = chat.messages[-1].parts[-1]
         said = part.text if isinstance(part, TextPart) else "nothing"
         if isinstance(part, AudioPart):
-            said = f"you spoke for {(len(part.data) - 44) / 32000:.1f} s"
+            seconds = (len(part.data) - 44) / 32000
+            said = f"you spoke for {seconds:.1f} s" + " wait" * (seconds > 10)
         words = said.split()
         if words[:1] == ["long"]:
             words = ["word"] * int(words[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 import anyio
@@ -10,6 +11,9 @@ import anyio.to_thread
 import numpy as np
 import openai
 import pytest
+
+from omniflow.client import realtime
+from omniflow.client.connection import Server
 
 from .scene import Scene
 
@@ -70,7 +74,7 @@ async def test_the_blocking_sdk(scene: Scene) -> None:
 async def test_openai_agents(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A session with a tool: the model calls it, the SDK runs it and sends what it gave, the model says so."""
     monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
-    realtime = pytest.importorskip("agents.realtime")
+    speaking = pytest.importorskip("agents.realtime")
     agents = pytest.importorskip("agents")
     asked = []
 
@@ -80,9 +84,9 @@ async def test_openai_agents(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(city)
         return f"rain in {city}"
 
-    agent = realtime.RealtimeAgent(name="guide", instructions="Help.", tools=[weather])
+    agent = speaking.RealtimeAgent(name="guide", instructions="Help.", tools=[weather])
     settings = {"model_name": "scripted", "turn_detection": {"type": "semantic_vad"}}
-    runner = realtime.RealtimeRunner(agent, config={"model_settings": settings})
+    runner = speaking.RealtimeRunner(agent, config={"model_settings": settings})
     session = await runner.run(model_config={"api_key": "none", "url": scene.url()})
     kinds, sound = [], b""
     with anyio.fail_after(20):
@@ -98,3 +102,23 @@ async def test_openai_agents(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> N
             said = session._history[-1]
     assert asked == ["Oslo"] and "tool_end" in kinds
     assert len(sound) == 3 * 4800 and said.content[0].transcript.strip() == "rain in Oslo"
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+async def test_the_load_generator(scene: Scene, interrupt: bool) -> None:
+    """Turns by hand, where an interruption is a cancel: the answer to 11 s of sound never ends by itself."""
+    server = Server(f"{scene.address.url}/v1")
+    speech = np.zeros(24000 * (11 if interrupt else 1), "<i2").tobytes()
+    with anyio.fail_after(10):
+        async with realtime.session(server, "scripted", "manual", 100) as socket:
+            turn = await realtime.spoken_turn(socket, speech, "manual", 0.2 if interrupt else None)
+    assert turn.error is None and turn.times.audio_s >= 0.2
+    assert turn.text.startswith("you spoke for 11.0 s" if interrupt else "you spoke for 1.0 s")
+    assert (turn.barge_in_s is not None) == interrupt
+
+
+async def test_the_load_generator_limits_answers(scene: Scene) -> None:
+    async with realtime.session(Server(f"{scene.address.url}/v1"), "scripted", "vad", 7) as socket:
+        await socket.send('{"type": "session.update", "session": {}}')
+        session = json.loads(await socket.recv())["session"]
+    assert session["max_output_tokens"] == 7 and session["audio"]["input"]["turn_detection"]["interrupt_response"]
