@@ -6,6 +6,7 @@ request does not depend on which tokens of others went to the same expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +44,17 @@ class Rope(nn.Module):
 
     def forward(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = places[self.axes].T * self.frequencies
-        return angles.cos(), angles.sin()
+        return _alike(torch.cos, angles), _alike(torch.sin, angles)
+
+
+def _alike(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """`function` of each element, the same bits for it in any batch.
+
+    torch computes what does not fill 32 numbers at a tensor's end in another way, which is another last bit.
+    """
+    size = x.shape[-1]
+    padded: torch.Tensor = F.pad(x, (0, -size % 32))
+    return function(padded.contiguous())[..., :size]
 
 
 class _Heads(nn.Module):
@@ -81,7 +92,7 @@ class _Mlp(nn.Module):
     def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
         """`kinds` are for what routes; a plain one treats all alike."""
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        y: torch.Tensor = self.down_proj(F.silu(gate) * up)
+        y: torch.Tensor = self.down_proj(_alike(F.silu, gate) * up)
         return y
 
 
@@ -102,8 +113,8 @@ class Gate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         config = self._config
-        scores = self.scores(x).float().sigmoid()
-        choice = (scores + self.expert_bias).unflatten(-1, (config.n_group, -1))
+        scores = _alike(torch.sigmoid, self.scores(x).float())
+        choice = (scores + self.expert_bias).reshape(len(x), config.n_group, -1)
         groups = choice.topk(2, dim=-1).values.sum(-1).topk(config.topk_group, dim=-1).indices
         closed = torch.ones(choice.shape[:-1], dtype=torch.bool, device=x.device).scatter(-1, groups, False)
         chosen = choice.masked_fill(closed[..., None], -torch.inf).flatten(-2).topk(config.num_experts_per_tok).indices

@@ -14,7 +14,8 @@ from actors.ming.thinker_config import Thinker
 from actors.ming.thinker_model import AUDIO, IMAGE, TEXT, Experts, Gate, Rope, ThinkerModel
 from actors.ming.thinker_weights import load_thinker, thinker_part
 from actors.ming.weights import load
-from omniflow.engine.base import EngineRequest
+from omniflow.engine.base import EngineRequest, Sampling
+from omniflow.engine.linear import pack_linears
 from omniflow.engine.rows import Row, Span
 from omniflow.engine.transformers import TransformersEngine
 from omniflow.errors import ProtocolError, WeightsError
@@ -157,19 +158,31 @@ def test_greedy_answers_are_glm4_moes(glm: Glm4MoeForCausalLM, model: ThinkerMod
             ids.append(token)
 
 
-def test_a_request_is_the_same_alone_and_in_company(model: ThinkerModel) -> None:
+def odd_model(_: ThinkerModel) -> ThinkerModel:
+    """Sizes that do not fill the registers."""
+    torch.manual_seed(6)
+    rope = {"type": "video_rope", "mrope_section": [1, 2, 2]}
+    odd = config(hidden_size=44, moe_intermediate_size=19, head_dim=20, num_experts=12, rope_scaling=rope)
+    model = ThinkerModel(odd).eval().requires_grad_(False)
+    for weight in model.parameters():
+        weight.mul_(3)
+    pack_linears(model)
+    return model
+
+
+@pytest.mark.parametrize("of", [lambda model: model, odd_model], ids=["tiny", "odd"])
+def test_a_request_is_the_same_alone_and_in_company(of: Any, model: ThinkerModel) -> None:
+    model = of(model)
+
     def engine() -> TransformersEngine:
         return TransformersEngine(model, media=True, chunk=16)
 
-    requests = [
-        media_request("a", 1),
-        request("b", prompt(5, 2)),
-        media_request("c", 3, 40),
-        request("d", prompt(33, 4)),
-    ]
-    shown = [msgspec.structs.replace(each, sampling=request("", [], top_logprobs=3).sampling) for each in requests]
-    together = run(engine(), shown)
-    for each in shown:
+    sampling = Sampling(max_tokens=8, top_logprobs=3)
+    texts = [request(str(length), prompt(length, length)) for length in (5, 19, 33, 47)]
+    media = [media_request(str(length), length, length) for length in (24, 35, 41)]
+    requests = [msgspec.structs.replace(each, sampling=sampling) for each in (*texts, *media)]
+    together = run(engine(), requests)
+    for each in requests:
         assert run(engine(), [each])[each.id] == together[each.id]
 
 
