@@ -20,6 +20,7 @@ BLOCK_FRAMES = 1 << 18
 """Frames decoded in one step: 5.5 s at 48 kHz; a step takes at most 60 ms."""
 FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
 MAX_CHANNELS = 8
+_HEAD_BYTES = 4096
 MIN_RATE_HZ, MAX_RATE_HZ = 4_000, 384_000
 
 
@@ -141,7 +142,13 @@ def _forwards(data: bytes) -> soundfile.SoundFile:
         def seekable(self) -> bool:
             return False
 
-    return Forwards(io.BytesIO(data))
+    return Forwards(io.BytesIO(_with_a_size(data)))
+
+
+def _with_a_size(data: bytes) -> bytes:
+    """A WAV whose writer left 0 for a size that it did not know yet says "all that follows", as others do."""
+    at = data.find(b"data\0\0\0\0", 12, _HEAD_BYTES) if data[:4] == b"RIFF" else -1
+    return data if at < 0 else data[: at + 4] + b"\xff" * 4 + data[at + 8 :]
 
 
 _TAKES = "send text, audio or images"

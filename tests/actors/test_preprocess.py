@@ -64,6 +64,14 @@ async def test_a_flac_that_was_streamed_does_not_say_how_long_it_is(actor: Prepr
     assert np.abs(await decoded(actor, bytes(data)) - samples[:, 0]).max() < 1e-4
 
 
+async def test_a_wav_that_was_streamed_may_say_that_it_is_empty(actor: Preprocess) -> None:
+    samples = tone(0.5, 16_000)
+    data = file(samples, 16_000)
+    streamed = data[:4] + bytes(4) + data[8:40] + bytes(4) + data[44:]
+    assert np.abs(await decoded(actor, streamed) - samples[:, 0]).max() < 1e-4
+    assert "the audio holds no samples" in str(await refusal(actor, AudioPart(streamed[:44], "wav")))
+
+
 async def refusal(actor: Preprocess, *parts: Part) -> InvalidInputError:
     with pytest.raises(InvalidInputError) as caught:
         await actor.run(chat(*parts))
