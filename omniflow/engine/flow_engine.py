@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic, Literal, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
 from omniflow.engine.flow import FlowHead, FlowKnobs, FlowStep, flow_noise
 from omniflow.engine.frames import embedded
 from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, ProtocolError
@@ -105,7 +106,7 @@ class FlowEngine(Generic[S]):
                 f"{num_waiting} generations are waiting already", request_id=request.id, retry_after_s=1.0
             )
         capacity = min(len(request.ids) + request.sampling.max_tokens, self._limit)
-        row = _Row(request, self._model.init(), embedded(request, self._model.embedding), capacity)
+        row = _Row(request, self._model, capacity)
         (self._urgent if request.urgent else self._others).append(row)
 
     def feed(self, request_id: str, rows: torch.Tensor, done: bool) -> None:
@@ -174,8 +175,8 @@ class FlowEngine(Generic[S]):
 
     def _latents(self, rows: Sequence[_Row[S]]) -> list[EngineOutput]:
         """A step of `rows`."""
-        device, shape = self._model.embedding.weight.device, self._model.head.noise_shape
-        noise = torch.cat([torch.from_numpy(flow_noise(row.seed, row.num_steps, 1, shape)) for row in rows])
+        device = self._model.embedding.weight.device
+        noise = torch.from_numpy(np.concatenate([row.noise for row in rows]))
         jitter = [self._sigma * row.sampling.temperature**0.5 for row in rows]
         knobs = FlowKnobs(
             torch.full((len(rows),), self._guidance, device=device),
@@ -185,10 +186,12 @@ class FlowEngine(Generic[S]):
             given = self._model.step(
                 [row.stream for row in rows], [row.inputs for row in rows], noise.to(device), knobs
             )
-            latents, stopped = given.latents.cpu(), given.stopped.tolist()
+        for number, row in enumerate(rows):
+            # Also makes the noise of the next step, while a GPU still works on this one: 0.36 ms a row of Ming's size.
+            row.take(given.feedback[number : number + 1])
+        latents, stopped = given.latents.cpu(), given.stopped.tolist()
         outputs = []
         for number, row in enumerate(rows):
-            row.take(given.feedback[number : number + 1])
             reason: Literal["stop", "length"] | None = "stop" if stopped[number] else "length" if row.is_full else None
             outputs.append(EngineOutput(row.id, (), reason, (), latents[number]))
             if reason is not None:
@@ -199,13 +202,16 @@ class FlowEngine(Generic[S]):
 class _Row(Generic[S]):
     """One request."""
 
-    def __init__(self, request: EngineRequest, stream: S, inputs: torch.Tensor, capacity: int) -> None:
-        self.id, self.stream, self.capacity = request.id, stream, capacity
-        self.sampling: Sampling = request.sampling
-        self.seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
-        self.inputs = inputs
+    def __init__(self, request: EngineRequest, model: FlowModel[S], capacity: int) -> None:
+        self.id, self.sampling, self.capacity = request.id, request.sampling, capacity
+        self.stream = model.init()
+        self.inputs = embedded(request, model.embedding)
         """Of the next step, [n, hidden]."""
         self.num_steps = self._length = 0
+        self._seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+        self._shape = model.head.noise_shape
+        self.noise = flow_noise(self._seed, 0, 1, self._shape)
+        """Of the next step, [1, *shape]."""
 
     @property
     def is_full(self) -> bool:
@@ -217,3 +223,4 @@ class _Row(Generic[S]):
         self._length += len(self.inputs)
         self.num_steps += 1
         self.inputs = feedback
+        self.noise = flow_noise(self._seed, self.num_steps, 1, self._shape)

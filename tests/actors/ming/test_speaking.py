@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import anyio
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from actors.ming.speaking import AFTER, BEFORE, MingScript, MingTalker
+from omniflow.engine.base import EngineRequest
+from omniflow.engine.loop import Generation
 from omniflow.errors import ContextLengthError, InvalidInputError, WeightsError
 from omniflow.media import Latents, Segment
 from tests.actors.ming.reference import CHECKPOINT
@@ -92,6 +95,19 @@ async def test_a_seed_says_the_same_alone_and_in_company(talker: MingTalker) -> 
         assert not np.array_equal(frames_of(others[2], segment)[:4], frames_of(alone, segment)[:4])
     twice = await speak(talker, TEXTS[0], TEXTS[0], seed=1)
     assert not np.array_equal(frames_of(twice, 0)[:4], frames_of(twice, 1)[:4])
+
+
+async def test_the_first_words_of_a_request_are_urgent(talker: MingTalker, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, generate = [], talker._loop.generate
+
+    def noted(request: EngineRequest) -> AbstractAsyncContextManager[Generation]:
+        asked.append(request)
+        return generate(request)
+
+    monkeypatch.setattr(talker._loop, "generate", noted)
+    await speak(talker, "...", *TEXTS, seed=1)
+    assert [request.urgent for request in asked] == [True, False]
+    assert len({request.sampling.seed for request in asked}) == len({request.id for request in asked}) == 2
 
 
 async def test_whoever_leaves_amid_a_segment_leaves_nothing(talker: MingTalker) -> None:
