@@ -18,7 +18,7 @@ from actors.tokenizer import load_tokenizer
 from omniflow.actor import Context, Emit, Stream
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
-from omniflow.errors import ContextLengthError, InvalidInputError
+from omniflow.errors import ContextLengthError, UnsupportedError
 from omniflow.media import Latents, Segment
 from omniflow.weights import Weights, resolve
 
@@ -135,9 +135,9 @@ class MingTalker(TalkerRole):
         await self._loop.close()
 
     async def run(self, segments: Stream[Segment], emit: Emit[Latents], ctx: Context) -> None:
-        """See the class. Raises InvalidInputError for another `speed` than 1."""
+        """See the class. Raises UnsupportedError for another `speed` than 1."""
         if ctx.options.speed != 1:
-            raise InvalidInputError(f"speed {ctx.options.speed} is not offered by this talker: give 1", param="speed")
+            raise UnsupportedError(f"speed {ctx.options.speed} is not offered by this talker: give 1", param="speed")
         seed = secrets.randbits(64) if ctx.options.seed is None else ctx.options.seed % 2**64
         is_heard = False
         async for segment in segments:

@@ -87,19 +87,10 @@ class FlowEngine(Generic[S]):
         self._aborted: list[str] = []
 
     def start(self, request: EngineRequest) -> None:
-        """Queue `request`. Raises ContextLengthError if it can never fit, OverloadedError if the queue is full."""
-        if self._find(request.id) is not None:
-            raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
-        if request.open:
-            raise ProtocolError("this engine takes whole prompts: no `open` ones", request_id=request.id)
-        if not request.ids:
-            raise InvalidInputError("the prompt is empty: it needs at least 1 input", request_id=request.id)
-        if len(request.ids) >= self._limit:
-            raise ContextLengthError(
-                f"the prompt has {len(request.ids)} inputs; at most {self._limit - 1} fit",
-                request_id=request.id,
-                param="input",
-            )
+        """Queue `request`. Raises ContextLengthError if it can never fit, OverloadedError if the queue is full,
+        InvalidInputError for an empty prompt or a temperature below 0.
+        """
+        self._check(request)
         num_waiting = len(self._urgent) + len(self._others)
         if num_waiting >= self._max_waiting:
             raise OverloadedError(
@@ -140,6 +131,24 @@ class FlowEngine(Generic[S]):
         for rows in (self._urgent, self._others, self._running):
             rows.clear()
         del self._model
+
+    def _check(self, request: EngineRequest) -> None:
+        if self._find(request.id) is not None:
+            raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
+        if request.open:
+            raise ProtocolError("this engine takes whole prompts: no `open` ones", request_id=request.id)
+        if not request.ids:
+            raise InvalidInputError("the prompt is empty: it needs at least 1 input", request_id=request.id)
+        if len(request.ids) >= self._limit:
+            raise ContextLengthError(
+                f"the prompt has {len(request.ids)} inputs; at most {self._limit - 1} fit",
+                request_id=request.id,
+                param="input",
+            )
+        if request.sampling.temperature < 0:
+            raise InvalidInputError(
+                f"temperature {request.sampling.temperature} is below 0", request_id=request.id, param="temperature"
+            )
 
     def _find(self, request_id: str) -> _Row[S] | None:
         rows = (*self._running, *self._urgent, *self._others)

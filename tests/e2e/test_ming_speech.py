@@ -13,7 +13,8 @@ import pytest
 from actors.ming.speaking import MingTalker
 from actors.ming.vocoder import MingVocoder
 from actors.segmenter import Segmenter
-from omniflow import Graph, InvalidInputError, Options, Runtime, StageDiedError, TextDelta, one_for_one
+from omniflow import Graph, Options, Runtime, StageDiedError, TextDelta, one_for_one
+from omniflow.errors import UnsupportedError
 from tests.actors.ming.tiny import write_checkpoint
 from tests.running import CPU, pid_of, running, up_again
 
@@ -56,7 +57,7 @@ async def test_it_speaks_to_several_at_once_and_after_a_death(tmp_path: Path) ->
         assert len(together[1]) == len(alone) and np.abs(together[1] - alone).max() <= 1e-6
         assert np.abs(together[2][:2000] - alone[:2000]).max() > 0.01
 
-        with pytest.raises(InvalidInputError, match="speed 2"):
+        with pytest.raises(UnsupportedError, match="speed 2"):
             await (await runtime.submit("speech", [TextDelta(TEXT)], options=Options(speed=2.0))).collect()
 
         reply = await runtime.submit("speech", [TextDelta(TEXT * 20)])

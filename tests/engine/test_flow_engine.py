@@ -132,6 +132,8 @@ def test_what_it_does_not_take_is_said_and_the_next_is_served(model: TalkerModel
         engine.start(asked("a", [1] * 256))
     with pytest.raises(InvalidInputError, match="the prompt is empty"):
         engine.start(asked("a", []))
+    with pytest.raises(InvalidInputError, match="temperature -1.0 is below 0"):
+        engine.start(EngineRequest(id="a", ids=[1], sampling=Sampling(temperature=-1.0)))
     with pytest.raises(ProtocolError, match="outside of the vocabulary of 64"):
         engine.start(asked("a", [64]))
     with pytest.raises(ProtocolError, match="no `open` ones"):

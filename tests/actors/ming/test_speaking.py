@@ -11,7 +11,7 @@ import pytest
 from actors.ming.speaking import AFTER, BEFORE, MingScript, MingTalker
 from omniflow.engine.base import EngineRequest
 from omniflow.engine.loop import Generation
-from omniflow.errors import ContextLengthError, InvalidInputError, WeightsError
+from omniflow.errors import ContextLengthError, UnsupportedError, WeightsError
 from omniflow.media import Latents, Segment
 from tests.actors.ming.reference import CHECKPOINT
 from tests.actors.ming.tiny import tiny_tokenizer, write_checkpoint
@@ -122,7 +122,7 @@ async def test_whoever_leaves_amid_a_segment_leaves_nothing(talker: MingTalker) 
 
 
 async def test_another_speed_is_refused_and_the_next_is_served(talker: MingTalker) -> None:
-    with pytest.raises(InvalidInputError, match="speed 1.5 is not offered by this talker: give 1") as refused:
+    with pytest.raises(UnsupportedError, match="speed 1.5 is not offered by this talker: give 1") as refused:
         await speak(talker, TEXTS[0], speed=1.5)
     assert refused.value.param == "speed"
     assert await speak(talker, TEXTS[0])
