@@ -163,6 +163,9 @@ class Protocol:
         new = updated(self.session, update)
         if new.model != self.session.model and new.model not in self._abilities.models:
             raise ModelNotFoundError(f"model {new.model!r} is not served here", param="session.model")
+        if new.type == "realtime" and "text" not in self._abilities.outputs and self.session.type != "realtime":
+            message = "session.type: this graph holds no conversations; it only transcribes"
+            raise UnsupportedError(message, param="session.type")
         if new.speaks and not self.session.speaks:
             self._responses.require("audio", "session.output_modalities")
         if new.tools and not self.session.tools:

@@ -661,3 +661,19 @@ def test_large_items_are_refused_and_large_images_not_echoed() -> None:
     )[0]
     assert added["item"]["content"] == [{"type": "input_image"}]
     assert len(json.dumps(machine.send("session.update", session={"instructions": "x" * 950_000}))) < 2000
+
+
+def test_a_graph_that_only_transcribes_holds_no_conversation() -> None:
+    abilities = Abilities(frozenset({"tiny"}), frozenset(), transcribes=True)
+    machine = Machine({"type": "transcription"}, abilities)
+    (error,) = machine.send("session.update", session={"type": "realtime"})
+    assert error["error"]["param"] == "session.type" and error["error"]["code"] == "unsupported_value"
+    (event,) = machine.send("session.update", session={"type": "transcription"})
+    assert event["session"]["type"] == "transcription"
+
+
+def test_the_buffer_of_webrtc_names_the_last_response() -> None:
+    machine = Machine()
+    assert machine.send("output_audio_buffer.clear")[0]["response_id"] == ""
+    task = machine.ask()
+    assert machine.send("output_audio_buffer.clear")[0]["response_id"] == task.response_id
