@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from omniflow.errors import RequestError
+from omniflow.errors import ProtocolError, RequestError
 from omniflow.media import TokenLogprob
 
 if TYPE_CHECKING:
@@ -69,6 +69,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The text of the answer follows this grammar (`grammar.py`), and is whole unless it is cut by `max_tokens`."""
     urgent: bool = False
     """Someone waits for its first output in silence: an engine may let it run before others that wait."""
+
+
+def refuse_kinds(request: EngineRequest) -> None:
+    """For engines whose models know one kind of input only. Raises ProtocolError for `places` and `kinds`."""
+    if request.places is not None or request.kinds is not None:
+        raise ProtocolError("places and kinds need a model of several kinds", request_id=request.id)
 
 
 class EngineOutput(msgspec.Struct, frozen=True):

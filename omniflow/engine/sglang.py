@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import torch
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, refuse_kinds
 from omniflow.engine.sglang_scheduler import Held, Progress, SteppedScheduler, Way, abort, build, close, submit
 from omniflow.errors import (
     ContextLengthError,
@@ -263,6 +263,7 @@ class SGLangEngine:
             raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
         if not request.ids and not request.open:
             raise InvalidInputError("the prompt is empty: it needs at least 1 token", request_id=request.id)
+        refuse_kinds(request)
         if request.stop and self._decode is None:
             raise ProtocolError("stop strings need an engine with `decode`", request_id=request.id)
         biased = [token for token, _ in request.sampling.logit_bias]

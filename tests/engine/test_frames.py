@@ -162,6 +162,8 @@ def test_what_cannot_run_is_refused_and_the_next_request_works() -> None:
         engine.start(asked("a", [VOCAB]))
     with pytest.raises(ProtocolError, match="do not fit positions"):
         engine.start(EngineRequest(id="a", ids=[1], sampling=Sampling(), embeds=torch.zeros(1, HIDDEN), positions=(1,)))
+    with pytest.raises(ProtocolError, match="places and kinds need a model of several kinds"):
+        engine.start(EngineRequest(id="a", ids=[1], sampling=Sampling(), kinds=torch.zeros(1, dtype=torch.uint8)))
     with pytest.raises(ProtocolError, match=rf"takes \[n, {HIDDEN}\]"):
         engine.start(EngineRequest(id="a", ids=[1], sampling=Sampling(), embeds=torch.zeros(1, 3), positions=(0,)))
     engine.start(asked("a", prompt(4), seed=1))
