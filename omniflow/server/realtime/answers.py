@@ -87,11 +87,13 @@ class Answer:
             self._say(self._sound.push(chunk))
 
     def call(self, delta: ToolCallDelta) -> None:
-        """More of a call. Raises ProtocolError where its first piece does not name it."""
+        """More of a call. Raises ProtocolError where its first piece does not name it, or the next call has begun."""
         entry = self._calls.get(delta.index)
         if entry is None:
             entry = self._opened_call(delta)
         if delta.arguments:
+            if entry.id in self._done:
+                raise ProtocolError(f"call {delta.index} goes on after the next one has begun")
             entry.arguments += delta.arguments
             call_id = entry.call_id or ""
             self._emit(events.ArgumentsDelta(call_id=call_id, delta=delta.arguments, **self._place(entry)))

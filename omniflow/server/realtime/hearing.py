@@ -190,4 +190,4 @@ class Hearing:
 def _options(transcription: Transcription | None) -> Options:
     if transcription is None:
         return Options()
-    return Options(language=transcription.language, hint=transcription.prompt)
+    return Options(language=transcription.language or None, hint=transcription.prompt or None)

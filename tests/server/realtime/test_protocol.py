@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from omniflow.errors import DeadlineError, InvalidInputError, StageDiedError
-from omniflow.media import AudioChunk, AudioPart, Generated, TextDelta, TextPart, ToolCall, ToolCallDelta
+from omniflow.media import AudioChunk, AudioPart, Generated, Options, TextDelta, TextPart, ToolCall, ToolCallDelta
 from omniflow.server.realtime.protocol import Bounds
 from omniflow.server.realtime.responses import Abilities
 
@@ -359,6 +359,12 @@ def test_a_turn_is_transcribed_beside_its_answer() -> None:
     ]
 
 
+def test_an_empty_language_is_none() -> None:
+    machine = Machine({"audio": {"input": {"transcription": {"language": "", "prompt": ""}}}})
+    machine.say(SPEECH)
+    assert machine.transcribes[0].options == Options()
+
+
 def test_a_failed_transcription_fails_nothing_else() -> None:
     machine = Machine({"audio": {"input": {"transcription": {}}}})
     machine.say(SPEECH)
@@ -677,3 +683,12 @@ def test_the_buffer_of_webrtc_names_the_last_response() -> None:
     assert machine.send("output_audio_buffer.clear")[0]["response_id"] == ""
     task = machine.ask()
     assert machine.send("output_audio_buffer.clear")[0]["response_id"] == task.response_id
+
+
+def test_a_call_that_goes_on_after_the_next_has_begun_fails_the_response() -> None:
+    machine = Machine({"tools": [WEATHER]})
+    task = machine.ask()
+    first, second = ToolCallDelta(0, "{", "c1", "weather"), ToolCallDelta(1, "{}", "c2", "weather")
+    done = machine.gives(task, first, second, ToolCallDelta(0, "}"))[-1]["response"]
+    assert done["status"] == "failed" and "call 0" in done["status_details"]["error"]["message"]
+    assert machine.stops == [task.response_id]
