@@ -6,6 +6,7 @@ four and the two of sound are defined in omniflow/telemetry.py, stamped here whe
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -116,6 +117,6 @@ def spread(values: Sequence[float]) -> Metric:
     ordered = sorted(values)
 
     def at(share: float) -> float:
-        return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+        return ordered[math.ceil(len(ordered) * share) - 1]
 
     return Metric(statistics.fmean(ordered), at(0.5), at(0.9), at(0.99), ordered[-1], len(ordered))

@@ -34,7 +34,8 @@ async def test_metrics_of_turns() -> None:
 
 def test_percentiles_are_values_that_occurred() -> None:
     found = spread([float(number) for number in range(1, 101)])
-    assert (found.p50, found.p90, found.p99, found.max, found.mean) == (51.0, 91.0, 100.0, 100.0, 50.5)
+    assert (found.p50, found.p90, found.p99, found.max, found.mean) == (50.0, 90.0, 99.0, 100.0, 50.5)
+    assert spread([2.0, 1.0]).p50 == 1.0 and spread([3.0]).p99 == 3.0
 
 
 async def test_no_more_at_once_than_asked_for() -> None:
