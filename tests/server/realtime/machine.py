@@ -35,6 +35,7 @@ class Reader:
         self.items: dict[tuple[str, str], str] = {}
         self.parts: dict[str, str] = {}
         self.added: dict[str, str] = {}
+        self.order: list[str] = []  # LiveKit keeps one, by what `previous_item_id` says
 
     def read(self, event: dict[str, Any]) -> None:
         kind = event["type"]
@@ -53,10 +54,11 @@ class Reader:
         elif kind == "response.done":
             self._response_done(event["response"])
         elif kind == "conversation.item.deleted":
+            self.order.remove(event["item_id"])
             if self.added.get(event["item_id"]) == "done":  # else its done still comes
                 del self.added[event["item_id"]]
         elif kind.startswith("conversation.item.") and kind.endswith((".added", ".done")):
-            self._conversation(kind, event["item"]["id"])
+            self._conversation(kind, event["item"]["id"], event["previous_item_id"])
         elif kind.startswith("response."):
             self._of_response(kind, event)
 
@@ -80,9 +82,10 @@ class Reader:
         assert all(self.parts.get(item, "done") == "done" for item in mine)
         assert response["usage"]["total_tokens"] >= 0
 
-    def _conversation(self, kind: str, id: str) -> None:
+    def _conversation(self, kind: str, id: str, previous: str | None) -> None:
         if kind.endswith(".added"):
             self._open(self.added, id)
+            self.order.insert(0 if previous is None else self.order.index(previous) + 1, id)
         else:
             self._close(self.added, id)
 
