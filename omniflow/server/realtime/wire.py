@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from omniflow.config import ServerConfig
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
 
 
 class Wire(WebSocketsSansIOProtocol):
@@ -14,6 +18,12 @@ class Wire(WebSocketsSansIOProtocol):
 
     limits = ServerConfig()
     _stalled: asyncio.TimerHandle | None = None
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            # Refused, and the refusal is sent: uvicorn would log an error, "without completing handshake", for each.
+            self.handshake_complete = True
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -280,11 +280,12 @@ KEYS = ServerConfig(api_keys=("sk-right",))
 
 
 @pytest.mark.parametrize("config", [KEYS])
-async def test_keys_and_client_secrets(scene: Scene) -> None:
+async def test_keys_and_client_secrets(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(websockets.InvalidStatus) as refused:
         async with scene.client():
             pass
     assert refused.value.response.status_code == 401
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
     url, headers = f"{scene.address.url}/v1/realtime/client_secrets", {"authorization": "Bearer sk-right"}
     session = {"type": "realtime", "instructions": "Be brief.", **TEXT}
     async with httpx.AsyncClient() as http:
