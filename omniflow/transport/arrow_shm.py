@@ -180,7 +180,7 @@ class ArrowShmLink(Link):
         return not self._stuck and not self._held
 
     async def flushed(self) -> None:
-        while not self.push() and not self._closed:
+        while not self._closed and not self.push():
             self._room.clear()
             await self._room.wait()
 
@@ -510,6 +510,7 @@ class ArrowShmLink(Link):
         for datagram in self._stuck:
             _close_all(datagram.descriptors)
         self._stuck.clear()
+        self._held.clear()
         self._room.set()
         self._mapped.clear()
         lent, self._lent = self._lent, {}

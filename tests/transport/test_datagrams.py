@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import pytest
 
@@ -96,6 +97,21 @@ async def test_what_is_held_leaves_when_the_link_is_closed(pair: Pair) -> None:
     pair.link.send(Cancel(1))
     pair.link.close()
     assert [message for messages in pair.datagrams() for message in messages] == [Cancel(0), Cancel(1)]
+
+
+async def test_who_waits_for_room_ends_with_the_link(pair: Pair) -> None:
+    """What is held while the peer has no room must not go to a descriptor that is somebody else's by now."""
+    number = 0
+    while pair.link.push():
+        number += 1
+        pair.link.send(Cancel(number))
+    for _ in range(2):
+        pair.link.send(Cancel(number + 1))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pair.link.flushed)
+        await anyio.lowlevel.checkpoint()
+        pair.link.close()
+    assert pair.link.push() and pair.link.statistics().backlog == 0
 
 
 async def test_a_descriptor_travels_alone_and_in_order(pair: Pair) -> None:
