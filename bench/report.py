@@ -208,7 +208,10 @@ Where rows are missed, this is why:
   than xoscar. Beyond a queue, a hop of ours checks order, type, bound and credits.
 - *Own CPU*: a payload is two messages, the value and its release: {two} of system calls, encoding and copying. The rest
   is Python: taking a block, making a view and watching its life, giving it back.
-- *1 MB hot*: the copy alone takes {copy}; iceoryx2 copies once, too.
+- *Idle*: two sleeping processes must be woken, which takes {idle} blocking here, and between runs up to half as much
+  again; an event loop adds its two turns at each end. What keeps a core busy while it waits is quicker.
+- *1 MB*: the copy alone takes {copy}; iceoryx2 copies once, too.
+- *Eight stages up*: eight forks of a process that has imported everything, one after the other, and eight handshakes.
 """
 
 
@@ -233,6 +236,7 @@ def anatomy(results: Results) -> str:
         xoscar=f"{of('hop in a process', 'xoscar') / max(0.01, of('hop in a process', 'asyncio.Queue')):.1f}x",
         two=shown(2 * of("send and receive") + 2 * of("encode and decode") + of("copy 64 KB")),
         copy=shown(of("copy 1 MB", "limit")),
+        idle=shown(of("round trip idle", "limit")),
     )
 
 
