@@ -14,7 +14,6 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import Any, Literal, Protocol
 
 import anyio
@@ -25,6 +24,7 @@ import multiprocess.forkserver
 
 from omniflow.config import RuntimeConfig
 from omniflow.devices import gpus_of
+from omniflow.environment import environment
 from omniflow.errors import StartError
 from omniflow.host import host_spec, hot_window_s
 from omniflow.messages import Beat, Connect, HostFailed, HostReady, Message, Shutdown, StageReady
@@ -173,7 +173,7 @@ class Supervisor:
                 failure = await anyio.to_thread.run_sync(_start, process)
             else:
                 # In the environment from the first: a module that is imported may ask CUDA what there is.
-                with _environment(gpus_of(child.host).environment(os.environ)):
+                with environment(gpus_of(child.host).environment(os.environ)):
                     failure = _start(process)
             if failure is not None:
                 raise OSError(failure)
@@ -408,21 +408,6 @@ def _ensure_forkserver() -> None:
         multiprocess.forkserver.ensure_running()
     finally:
         del os.environ[PARENT]
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Values for the processes that are started meanwhile."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _start(process: Any) -> str | None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from actors.ming.config import Qwen2
-from omniflow.engine.decoder import Attend, DecoderShape, RMSNorm, Rotary, attend_last
+from omniflow.engine.decoder import Attend, Decoder, DecoderShape, RMSNorm, attend_last
 
 
 class _Attention(nn.Module):
@@ -58,21 +58,11 @@ class _Layer(nn.Module):
         return y
 
 
-class Qwen2Decoder(nn.Module):
-    """Layers and last norm: inputs [..., hidden] at `positions` [...] to outputs [..., hidden]; attention is given."""
+class Qwen2Decoder(Decoder):
+    """A decoder of Qwen2's layers."""
 
     def __init__(self, shape: DecoderShape) -> None:
-        super().__init__()
-        self.rotary = Rotary(shape)
-        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_hidden_layers))
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | slice, attend: Attend) -> torch.Tensor:
-        cos, sin = self.rotary.cos[positions], self.rotary.sin[positions]
-        for number, layer in enumerate(self.layers):
-            x = layer(x, number, cos, sin, attend)
-        normed: torch.Tensor = self.norm(x)
-        return normed
+        super().__init__(shape, _Layer)
 
 
 class KeyValues:

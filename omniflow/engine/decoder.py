@@ -129,12 +129,15 @@ class Rotary(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A stack of layers and the last norm: inputs [..., hidden] at `positions` [...] to outputs [..., hidden]."""
+    """A stack of layers and the last norm: inputs [..., hidden] at `positions` [...] to outputs [..., hidden].
 
-    def __init__(self, shape: DecoderShape) -> None:
+    `layer` makes one of the layers; what it makes is called as a `DecoderLayer` is.
+    """
+
+    def __init__(self, shape: DecoderShape, layer: Callable[[DecoderShape], nn.Module] = DecoderLayer) -> None:
         super().__init__()
         self.rotary = Rotary(shape)
-        self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.num_hidden_layers))
+        self.layers = nn.ModuleList(layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | slice, attend: Attend) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import anyio
 
+from omniflow.errors import ProtocolError
 from omniflow.messages import Block, LaneAnswer, LaneNote, LaneOffer, Message
 from omniflow.transport.codec import Part
 from omniflow.transport.deaths import Key
@@ -117,8 +118,8 @@ class Lane(ABC):
         """The peer wants to send by this lane; we own `descriptors`."""
 
     def on_note(self, note: LaneNote) -> None:
-        """The other end of a communicator says something; lanes without any ignore it."""
-        raise NotImplementedError
+        """The other end of a communicator says something. Raises ProtocolError in a lane that has none."""
+        raise ProtocolError("this lane has no communicator that a note could be for")
 
     def decided(self) -> None:
         """It is known whether one direction is open. Called once for each."""

@@ -14,15 +14,15 @@ import asyncio
 import contextlib
 import datetime
 import itertools
-import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import anyio.to_thread
 
+from omniflow.environment import environment
 from omniflow.errors import DeviceError, ProtocolError
 from omniflow.messages import Block, LaneAnswer, LaneNote, LaneOffer
 from omniflow.transport.codec import Part
@@ -44,9 +44,6 @@ _QUIET = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 """Torch's watchdog must not end this process because another one has died; it reads this when a group is made."""
-
-_ONE_AT_A_TIME = threading.Lock()
-"""Groups of both directions are made in threads, and each changes the environment for a moment."""
 
 
 class InFlight(BlockPool):
@@ -231,23 +228,8 @@ def _make_group(backend: Literal["nccl", "gloo"], rank: int, store: Any) -> Any:
         return distributed.ProcessGroupGloo(store, rank, 2, options)
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    with _environment(_QUIET):
+    with environment(_QUIET):
         return distributed.ProcessGroupNCCL(store, rank, 2, options)
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    with _ONE_AT_A_TIME:
-        before = {name: os.environ.get(name) for name in values}
-        os.environ.update(values)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 class NcclLane(Lane):

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from omniflow.errors import DeviceError
+from omniflow.errors import DeviceError, ProtocolError
 from omniflow.messages import LaneAnswer, LaneNote
 from omniflow.transport import nccl
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
@@ -431,6 +431,12 @@ async def test_a_communicator_that_breaks_fails_what_was_still_coming() -> None:
         while ends.lane_a.problem is None:
             await anyio.sleep(0.001)
         assert (await ends.there(torch.ones(9), torch.Tensor)).sum() == 9
+
+
+async def test_a_lane_without_a_communicator_takes_no_notes() -> None:
+    async with Ends.opened("cuda_ipc") as ends:
+        with pytest.raises(ProtocolError, match="no communicator"):
+            ends.lane_b.on_note(LaneNote(True, nccl._BROKEN, b""))
 
 
 async def test_a_send_that_fails_is_told_to_the_receiver() -> None:
