@@ -149,10 +149,14 @@ class Waveforms(msgspec.Struct, frozen=True):
 
 
 class Images(msgspec.Struct, frozen=True):
-    """The image inputs of one request, still encoded; `index[i]` is the number that `Prompt` uses for image i."""
+    """The image inputs of one request, still encoded; `index[i]` is the number that `Prompt` uses for image i.
+
+    Those numbers that are in `videos` are clips.
+    """
 
     data: list[bytes]
     index: tuple[int, ...]
+    videos: tuple[int, ...] = ()
 
 
 class AudioFeatures(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,22 +174,34 @@ class AudioFeatures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageFeatures(msgspec.Struct, frozen=True):
-    """Image embeddings: `rows` float32 [num_rows, hidden]; `index` as in `Images`."""
+    """Image embeddings: `rows` float32 [num_rows, hidden], image after image; `index` and `videos` as in `Images`.
+
+    `grids[i]` is (frames, rows, columns) of image i, as it is seen: their product is how many of the rows are its own.
+    `frame_s[i]` is the time from frame to frame of a clip, 0 for an image.
+    """
 
     rows: np.ndarray
     index: tuple[int, ...]
+    grids: tuple[tuple[int, int, int], ...] = ()
+    videos: tuple[int, ...] = ()
+    frame_s: tuple[float, ...] = ()
 
 
 class TokenPrompt(msgspec.Struct, frozen=True):
     """What an AR stage starts from: `ids` in the vocabulary of its model.
 
     Where media rows take the place of placeholder tokens, `rows` float32 [num_rows, hidden] stand at `positions`.
+    For models that know several kinds of input, `places` int64 [3, len(ids)] and `kinds` uint8 [len(ids)] are those of
+    `EngineRequest`.
     """
 
     ids: list[int]
     rows: np.ndarray | None = None
     positions: tuple[int, ...] = ()
     audio_tokens: int = 0
+    image_tokens: int = 0
+    places: np.ndarray | None = None
+    kinds: np.ndarray | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
