@@ -2,7 +2,7 @@
 
     python -m bench.talker steps [--rounds 5]       milliseconds a step and RTF for 1 to 8 requests that step together
     python -m bench.talker codes FILE [--seed N]    codes of 8 sentences as JSON, float32; greedy, or drawn with a seed
-    python -m bench.talker e2e [--rounds 6]         first audio and RTF of the profiles embedded and embedded-ar
+    python -m bench.talker e2e [--rounds 6]         first audio and RTF of the profiles embedded and embedded-vits
 
 `e2e` starts both servers and asks them in turns, so that what else the machine does disturbs both alike.
 """
@@ -120,7 +120,7 @@ def e2e(rounds: int) -> None:
     """Print medians of both profiles, and the median ratio of a pair asked one after the other."""
     import openai
 
-    profiles = {"embedded": PORT, "embedded-ar": PORT + 1}
+    profiles = {"embedded-vits": PORT, "embedded": PORT + 1}
     servers = [start_server(port, "--profile", profile) for profile, port in profiles.items()]
     try:
         clients = {
@@ -150,7 +150,7 @@ def _print_rows(kind: str, rows: dict[str, list[dict[str, float]]]) -> None:
     ratios = {
         key: round(statistics.median(b[key] / a[key] for a, b in zip(plain, ar, strict=True)), 2) for key in plain[0]
     }
-    print(json.dumps({"kind": kind, "embedded-ar over embedded": ratios}))
+    print(json.dumps({"kind": kind, "embedded over embedded-vits": ratios}))
 
 
 def _chat(client: Any, number: int) -> dict[str, float]:

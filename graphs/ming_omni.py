@@ -75,22 +75,22 @@ embedded = {
     ),
     "detokenize": bind(Detokenize, model="smollm2-135m-instruct"),
     "segment": bind(Segmenter),
-    "talker": bind(PiperTalker, memory=Budget(weights="57 MB", workspace="100 MB"), restart=again),
+    "talker": bind(
+        TinyTalker,
+        memory=Budget(weights="65 MB", workspace="250 MB", kv_tokens=16384, kv_bytes_per_token=7168),
+        restart=again,
+    ),
     "vocoder": bind(PiperVocoder, memory=Budget(weights="7 MB", workspace="100 MB"), restart=again),
     "transcribe": bind(WhisperScribe, memory=Budget(workspace="60 MB")),
 }
-ar_talker = bind(
-    TinyTalker,
-    memory=Budget(weights="65 MB", workspace="250 MB", kv_tokens=16384, kv_bytes_per_token=7168),
-    restart=again,
-)
+vits_talker = bind(PiperTalker, memory=Budget(weights="57 MB", workspace="100 MB"), restart=again)
 graph.profile(
     "embedded",
-    "small real models that run on a laptop CPU: SmolLM2-135M thinks, Whisper tiny.en hears, Piper 'joe' speaks",
+    "small real models that run on a laptop CPU: SmolLM2-135M thinks, Whisper tiny.en hears, a tiny AR talker speaks",
     **embedded,
 )
 graph.profile(
-    "embedded-ar",
-    "the same, with a small autoregressive talker in the voice of 'joe'",
-    **embedded | {"talker": ar_talker},
+    "embedded-vits",
+    "the same, spoken by the Piper voice 'joe' itself, which is not autoregressive",
+    **embedded | {"talker": vits_talker},
 )
