@@ -1,14 +1,20 @@
-"""What of a Ming checkpoint's config.json the speech side reads, by its own names."""
+"""What of a Ming checkpoint the speech side reads: its folders, and its config.json by its own names.
+
+Two layouts exist. Ming-omni-tts has all parts in one folder. Ming-flash-omni has a folder `talker`, with the sizes of
+the backbone and the tokenizer in `llm/`, and the AudioVAE in `vae/`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from omniflow.engine.decoder import DecoderShape
 from omniflow.errors import WeightsError
+
+T = TypeVar("T")
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -68,13 +74,31 @@ class VaeDecoder(msgspec.Struct, frozen=True):
     """Samples per frame of the backbone."""
 
 
+class VaeEncoder(msgspec.Struct, frozen=True):
+    """The part `enc_kwargs` of the AudioVAE."""
+
+    backbone: Qwen2
+    latent_dim: int
+    input_dim: int
+    """Samples that a frame of the backbone sees, the first `hop_size` of which the next one does not."""
+    hop_size: int = 320
+
+
 class AudioVae(msgspec.Struct, frozen=True):
     """The part `audio_tokenizer_config`, and the config.json of an AudioVAE of its own folder."""
 
     sample_rate: int
     dec_kwargs: VaeDecoder
+    enc_kwargs: VaeEncoder | None = None
     patch_size: int = -1
     """Frames of the backbone per latent; -1: one."""
+
+    @staticmethod
+    def load(folder: Path) -> AudioVae:
+        """That of the checkpoint in `folder`, which may also be the AudioVAE's own. Raises WeightsError."""
+        own = Folders.of(folder).vae
+        part = _read(own, _WithVae, "no Ming talker's").audio_tokenizer_config
+        return part or _read(own, AudioVae, "no AudioVAE's")
 
 
 class Transformer(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,10 +110,15 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     mlp_ratio: float = 4.0
 
 
-class Dit(Transformer, frozen=True, kw_only=True):
-    """The part `ditar_config`."""
+class Flow(Transformer, frozen=True, kw_only=True):
+    """The part `flowmodel`."""
 
     hidden_size: int = 1024
+
+
+class Dit(Flow, frozen=True, kw_only=True):
+    """The part `ditar_config`."""
+
     patch_size: int
     """Latents per step of the talker."""
     history_patch_size: int | None = None
@@ -111,8 +140,60 @@ class Talker(msgspec.Struct, frozen=True):
 
     @staticmethod
     def load(folder: Path) -> Talker:
-        """Read `folder/config.json`. Raises WeightsError where it is missing or no dense talker's."""
-        try:
-            return msgspec.json.decode((folder / "config.json").read_bytes(), type=Talker)
-        except (OSError, msgspec.DecodeError) as error:
-            raise WeightsError(f"{folder}: config.json is no Ming talker's: {error}") from error
+        """That of the checkpoint in `folder`, in either layout. Raises WeightsError where it is missing or no dense
+        talker's.
+        """
+        folders = Folders.of(folder)
+        if folders.llm == folders.talker:
+            return _read(folders.talker, Talker, "no Ming talker's")
+        own, vae = _read(folders.talker, _FlashTalker, "no Ming talker's"), AudioVae.load(folders.vae)
+        if vae.dec_kwargs.latent_dim != own.latent_dim:
+            raise WeightsError(
+                f"{folders.talker}: the talker's latents have {own.latent_dim} values, and those of its AudioVAE "
+                f"{vae.dec_kwargs.latent_dim}"
+            )
+        dit = Dit(
+            **msgspec.structs.asdict(own.flowmodel),
+            patch_size=own.patch_size,
+            history_patch_size=own.history_patch_size,
+        )
+        return Talker(_read(folders.llm, Qwen2, "no Qwen2's"), vae, dit, own.aggregator)
+
+
+class _FlashTalker(msgspec.Struct, frozen=True):
+    """config.json of the folder `talker` of Ming-flash-omni."""
+
+    flowmodel: Flow
+    aggregator: Transformer
+    patch_size: int = 4
+    history_patch_size: int = 32
+    latent_dim: int = 64
+
+
+class _WithVae(msgspec.Struct, frozen=True):
+    audio_tokenizer_config: AudioVae | None = None
+
+
+class Folders(msgspec.Struct, frozen=True):
+    """Where the parts of a checkpoint lie."""
+
+    talker: Path
+    """Its config.json, its weights, and what belongs to voices."""
+    llm: Path
+    """The tokenizer, and the sizes of the backbone where `talker` does not tell them."""
+    vae: Path
+
+    @staticmethod
+    def of(folder: Path) -> Folders:
+        """Those of the checkpoint in `folder`: of the talker, or of the whole model."""
+        if (folder / "talker" / "config.json").is_file():
+            folder = folder / "talker"
+        llm = folder / "llm"
+        return Folders(folder, llm, folder / "vae") if llm.is_dir() else Folders(folder, folder, folder)
+
+
+def _read(folder: Path, type: type[T], whose: str) -> T:
+    try:
+        return msgspec.json.decode((folder / "config.json").read_bytes(), type=type)
+    except (OSError, msgspec.DecodeError) as error:
+        raise WeightsError(f"{folder}: config.json is {whose}: {error}") from error

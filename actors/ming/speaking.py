@@ -51,9 +51,9 @@ class MingScript:
 
     def __init__(self, folder: Path) -> None:
         # Imports torch, so not at the top: a graph is checked and explained without it.
-        from actors.ming.config import Talker
+        from actors.ming.config import Folders, Talker
 
-        config, self._tokenizer = Talker.load(folder), load_tokenizer(folder)
+        config, self._tokenizer = Talker.load(folder), load_tokenizer(Folders.of(folder).llm)
         self._before, self._after = self._ids(BEFORE), self._ids(AFTER)
         self._tokenizer.encode_special_tokens = True  # as text, wherever a user writes them
         vae, patch = config.audio_tokenizer_config, config.ditar_config.patch_size
@@ -83,7 +83,8 @@ class MingScript:
 
 
 class MingTalker(TalkerRole):
-    """Speaks segments of text with the flow talker of a Ming checkpoint (`model`, in the layout of Ming-omni-tts).
+    """Speaks segments of text with the flow talker of a Ming checkpoint (`model`, in the layout of
+    Ming-omni-tts or of Ming-flash-omni).
 
     Each step of a segment gives `Latents` of one patch, the last of them marked; a segment without a word gives none.
     With `Options.seed` the same segments give the same latents, alone and beside others (on CPUs to the last bit).
@@ -159,7 +160,7 @@ class MingTalker(TalkerRole):
     def _build(self) -> Engine:
         import torch
 
-        from actors.ming.config import Talker
+        from actors.ming.config import Folders, Talker
         from actors.ming.talker import load_talker
         from actors.ming.weights import read_folder
         from omniflow.engine.flow_engine import FlowEngine
@@ -167,6 +168,6 @@ class MingTalker(TalkerRole):
 
         torch.set_num_threads(self._threads)
         folder = self._weights.path()
-        model = load_talker(Talker.load(folder), read_folder(folder)).to(self._device)
+        model = load_talker(Talker.load(folder), read_folder(Folders.of(folder).talker)).to(self._device)
         pack_linears(model)
         return FlowEngine(model, guidance=GUIDANCE, sigma=SIGMA, **self._limits)

@@ -100,13 +100,13 @@ class MingVocoder(VocoderRole):
         import torch
 
         from actors.ming.audio_vae import load_audio_vae
-        from actors.ming.config import Talker
+        from actors.ming.config import AudioVae, Folders
         from actors.ming.weights import read_folder
         from omniflow.engine.linear import pack_linears
 
         torch.set_num_threads(self._threads)
-        config = Talker.load(folder).audio_tokenizer_config
-        decoder = load_audio_vae(config, read_folder(folder)).to(self._device)
+        weights = read_folder(Folders.of(folder).vae)
+        decoder = load_audio_vae(AudioVae.load(folder), weights).to(self._device)
         pack_linears(decoder)
         return decoder
 

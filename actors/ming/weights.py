@@ -1,7 +1,8 @@
 """Weights by the names that Ming's checkpoints use: found in any number of files, renamed, and loaded to the last one.
 
 Two layouts exist. In Ming-omni-tts all parts are in one folder (`model.model.`, `flowloss.cfm.model.`,
-`linear_proj_audio.`, `audio.`). The talker's folder of Ming-flash-omni has `model.`, `cfm.model.` and `aggregator.`.
+`linear_proj_audio.`, `audio.`). The talker's folder of Ming-flash-omni has `model.`, `cfm.model.` and `aggregator.`,
+and its AudioVAE a folder of its own (`actors.ming.config.Folders`).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from omniflow.engine.flow import FlowKnobs, FlowStep
 from omniflow.engine.linear import pack_linears
 from omniflow.errors import ContextLengthError, WeightsError
 from tests.actors.ming.reference import CHECKPOINT, CONFIG, apart, expected, weights
+from tests.actors.ming.tiny import flash_names
 
 KNOBS = FlowKnobs(torch.tensor([2.0]), torch.tensor([0.25 * 0.5**0.5]))
 
@@ -107,12 +108,7 @@ def test_a_segment_is_heard(steps: list[FlowStep]) -> None:
 
 
 def test_the_layout_of_a_talkers_own_folder_is_read_too(model: TalkerModel) -> None:
-    renamed = {"model.model.": "model.", "flowloss.cfm.": "cfm.", "linear_proj_audio.": "aggregator."}
-    own = {}
-    for name, tensor in weights().items():
-        old = next((each for each in renamed if name.startswith(each)), "")
-        own[renamed.get(old, "") + name.removeprefix(old)] = tensor
-    again = load_talker(CONFIG, own).state_dict()
+    again = load_talker(CONFIG, flash_names(weights())).state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers
 
-from tests.actors.ming.reference import CHECKPOINT
+from tests.actors.ming.reference import CHECKPOINT, weights
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<audio>"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,:;!?'-<|>_"
@@ -32,3 +34,38 @@ def write_checkpoint(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+FLASH_NAMES = {"model.model.": "model.", "flowloss.cfm.": "cfm.", "linear_proj_audio.": "aggregator."}
+"""Prefixes of Ming-omni-tts, and what Ming-flash-omni has in their place."""
+
+
+def write_flash_checkpoint(folder: Path) -> Path:
+    """The same in the layout of Ming-flash-omni: a folder of the talker, and in it those of `llm` and `vae`."""
+    write_checkpoint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("config.json", *(file.name for file in CHECKPOINT.glob("*.safetensors"))):
+        (folder / name).unlink()
+    talker = folder / "talker"
+    for each in ("llm", "vae"):
+        (talker / each).mkdir(parents=True)
+    (folder / "tokenizer.json").rename(talker / "llm" / "tokenizer.json")
+    flow, vae = config["ditar_config"], config["audio_tokenizer_config"]
+    sizes = {name: flow.pop(name) for name in ("patch_size", "history_patch_size")}
+    own = {"flowmodel": flow, "aggregator": config["aggregator_config"], "latent_dim": 8, "steps": 10, **sizes}
+    for part, content in ((".", own), ("llm", config["llm_config"]), ("vae", vae)):
+        (talker / part / "config.json").write_text(json.dumps(content))
+    save_file(flash_names(weights()), talker / "model.safetensors")
+    own_vae = {name.removeprefix("audio."): each for name, each in weights().items() if name.startswith("audio.")}
+    save_file(own_vae, talker / "vae" / "model.safetensors")
+    return folder
+
+
+def flash_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The talker's of `weights`, as Ming-flash-omni names them."""
+    renamed = {}
+    for name, tensor in weights.items():
+        old = next((each for each in FLASH_NAMES if name.startswith(each)), "")
+        if not name.startswith("audio."):
+            renamed[FLASH_NAMES.get(old, "") + name.removeprefix(old)] = tensor
+    return renamed
