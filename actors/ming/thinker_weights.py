@@ -15,15 +15,25 @@ from actors.ming.thinker_model import ThinkerModel
 from actors.ming.weights import load, part, read_folder
 from omniflow.engine.linear import pack_linears
 
-_GATES = (".gate.weight", ".image_gate.weight", ".audio_gate.weight")
+_RENAMED = {
+    ".mlp.gate.weight": ".mlp.gate.scores.weight",
+    ".mlp.image_gate.weight": ".mlp.image_gate.scores.weight",
+    ".mlp.audio_gate.weight": ".mlp.audio_gate.scores.weight",
+    # Ming-flash-omni-2.0 calls them so; in Ling-V2, the same decoder, they are `query_layernorm` and `key_layernorm`.
+    ".attention.q_norm.weight": ".attention.query_layernorm.weight",
+    ".attention.k_norm.weight": ".attention.key_layernorm.weight",
+}
+"""Ends of names in checkpoints, and what they are in `ThinkerModel`."""
 
 
 def thinker_part(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights of a `ThinkerModel`, out of those of all parts."""
-    return {
-        name.removesuffix("weight") + "scores.weight" if name.endswith(_GATES) else name: tensor
-        for name, tensor in part(weights, ("model.",)).items()
-    }
+    return {_renamed(name): tensor for name, tensor in part(weights, ("model.",)).items()}
+
+
+def _renamed(name: str) -> str:
+    end = next((end for end in _RENAMED if name.endswith(end)), None)
+    return name if end is None else name.removesuffix(end) + _RENAMED[end]
 
 
 def load_thinker(folder: Path) -> ThinkerModel:

@@ -51,8 +51,8 @@ CONFIG: dict[str, Any] = {
 RENAMED = {
     "embed_tokens": "word_embeddings",
     "self_attn.o_proj": "attention.dense",
-    "self_attn.q_norm": "attention.query_layernorm",
-    "self_attn.k_norm": "attention.key_layernorm",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
     "gate.e_score_correction_bias": "gate.expert_bias",
 }
 
@@ -113,6 +113,17 @@ def folder(glm: Glm4MoeForCausalLM, tmp_path_factory: pytest.TempPathFactory) ->
     save_file(others | towers, folder / "model-00002-of-00002.safetensors")
     (folder / "config.json").write_text(json.dumps({"model_type": "bailingmm_moe_v2_lite", "llm_config": CONFIG}))
     return folder
+
+
+def test_the_norms_of_ling_are_found_by_their_names(glm: Glm4MoeForCausalLM) -> None:
+    of_ming = thinker_part(hub_weights(glm))
+    names = {"attention.q_norm": "attention.query_layernorm", "attention.k_norm": "attention.key_layernorm"}
+    of_ling = {}
+    for name, tensor in hub_weights(glm).items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        of_ling[name] = tensor
+    assert thinker_part(of_ling).keys() == of_ming.keys()
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +329,7 @@ def index_shapes(shape: Thinker) -> dict[str, list[int]]:
         rows = (heads + 2 * shape.num_key_value_heads) * shape.dim
         shapes |= {f"{at}.attention.query_key_value": [rows, hidden]}
         shapes |= {f"{at}.attention.dense": [hidden, heads * shape.dim]}
-        shapes |= {f"{at}.attention.{each}_layernorm": [shape.dim] for each in ("query", "key")}
+        shapes |= {f"{at}.attention.{each}_norm": [shape.dim] for each in ("q", "k")}
         shapes |= {f"{at}.{each}_layernorm": [hidden] for each in ("input", "post_attention")}
         if layer < shape.first_k_dense_replace:
             mlp(f"{at}.mlp", shape.intermediate_size)
