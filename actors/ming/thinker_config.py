@@ -9,6 +9,9 @@ import msgspec
 
 from omniflow.errors import WeightsError
 
+TEXT, IMAGE, AUDIO = range(3)
+"""The kinds of inputs, as `EngineRequest.kinds` gives them; a clip's are IMAGE."""
+
 
 class VideoRope(msgspec.Struct, frozen=True):
     """The part `rope_scaling`: how many frequencies turn with time, height and width. Other kinds are refused."""

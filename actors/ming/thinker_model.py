@@ -15,12 +15,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from actors.ming.thinker_config import Thinker
+from actors.ming.thinker_config import AUDIO, IMAGE, Thinker
 from omniflow.engine.decoder import RMSNorm
 from omniflow.engine.rows import Span, attend_by_request
-
-TEXT, IMAGE, AUDIO = range(3)
-"""The kinds of inputs, as `EngineRequest.kinds` gives them; a video's are IMAGE."""
 
 
 class Rope(nn.Module):

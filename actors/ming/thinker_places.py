@@ -1,6 +1,11 @@
 """Where the inputs of the thinker are in time, height and width: `EngineRequest.places`.
 
-A text counts up on all three, an image stands at one time, and what follows goes on after the largest position so far.
+A text counts up on all three. Each frame of an image or a clip stands at one time, its middle on the diagonal that the
+text goes along, so that its upper and left half lies before that time; what follows goes on after the last time.
+
+So Ming's own code has it (Apache-2.0, github.com/inclusionAI/Ming, modeling_bailing_moe_v2.py: a rope of the type
+video_rope), and SGLang's for its checkpoints. The same prompt with its frames' corners on the diagonal, as Qwen2-VL has
+them, is another to the model.
 """
 
 from __future__ import annotations
@@ -8,20 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import torch
+import numpy as np
+
+FRAME_STEP = 2
+"""Positions from one frame of a clip to the next, whatever time is between them. Two frames of a film are one here."""
 
 
 class Grid(msgspec.Struct, frozen=True):
-    """An image or a video of `frames` by `rows` by `columns` inputs, as they are after the vision tower's merging.
-
-    A prompt that names each frame's time has a grid of 1 frame for each. Otherwise one frame is `frame_step` positions
-    after the one before: seconds from frame to frame times the model's positions per second (2 of Ming's).
-    """
+    """An image or a clip of `frames` by `rows` by `columns` inputs, as they are after the vision tower's merging."""
 
     frames: int
     rows: int
     columns: int
-    frame_step: float = 1.0
 
     @property
     def size(self) -> int:
@@ -29,20 +32,20 @@ class Grid(msgspec.Struct, frozen=True):
         return self.frames * self.rows * self.columns
 
 
-def places(parts: Sequence[int | Grid]) -> torch.Tensor:
+def places(parts: Sequence[int | Grid]) -> np.ndarray:
     """int64 [3, n] for a prompt of `parts`: a number stands for as many inputs of text or audio."""
-    start, pieces = 0, [torch.empty(3, 0, dtype=torch.long)]
+    start, pieces = 0, [np.empty((3, 0), np.int64)]
     for part in parts:
-        size = part.size if isinstance(part, Grid) else part
-        if size == 0:
-            continue
-        piece = _grid(part) if isinstance(part, Grid) else torch.arange(part).expand(3, -1)
+        if isinstance(part, Grid):
+            piece, length = _grid(part), (part.frames - 1) * FRAME_STEP + 1
+        else:
+            piece, length = np.broadcast_to(np.arange(part), (3, part)), part
         pieces.append(piece + start)
-        start += int(piece.max()) + 1
-    return torch.cat(pieces, dim=1)
+        start += length
+    return np.concatenate(pieces, axis=1)
 
 
-def _grid(grid: Grid) -> torch.Tensor:
-    times = (torch.arange(grid.frames, dtype=torch.float64) * grid.frame_step).long()
-    axes = torch.meshgrid(times, torch.arange(grid.rows), torch.arange(grid.columns), indexing="ij")
-    return torch.stack(axes).flatten(1)
+def _grid(grid: Grid) -> np.ndarray:
+    time, row, column = np.indices((grid.frames, grid.rows, grid.columns)).reshape(3, -1)
+    time *= FRAME_STEP
+    return np.stack([time, time + row - (grid.rows - 1) // 2, time + column - (grid.columns - 1) // 2])

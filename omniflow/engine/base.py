@@ -48,8 +48,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Where the model knows more than one kind of input, `places` int64 [3, len(ids)] are the inputs' positions in time,
     height and width, and `kinds` uint8 [len(ids)] says which of the model's kinds each is. Without `places` the
-    positions count up from 0; the answer's go on after the largest. Its tokens are of the kind 0, and so is all without
-    `kinds`.
+    positions count up from 0; the answer's go on, on all three axes, after the last time. Its tokens are of the kind 0,
+    and so is all without `kinds`.
 
     An `open` request does not generate until `feed(..., done=True)`. Where the engine has a frame head (`heads.py`),
     `sampling` draws the first code of each step and says when to end; `later_codes` draws the others, None: alike.

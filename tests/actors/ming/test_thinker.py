@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from actors.ming.thinker_config import Thinker
-from actors.ming.thinker_model import AUDIO, IMAGE, TEXT, Experts, Gate, Rope, ThinkerModel
+from actors.ming.thinker_config import AUDIO, IMAGE, TEXT, Thinker
+from actors.ming.thinker_model import Experts, Gate, Rope, ThinkerModel
 from actors.ming.thinker_weights import load_thinker, thinker_part
 from actors.ming.weights import load
 from omniflow.engine.base import EngineRequest, Sampling
