@@ -70,11 +70,12 @@ if TYPE_CHECKING:
     from omniflow.planner import Cluster, Gpu, Plan, cluster_named, plan
     from omniflow.reply import Output, Reply
     from omniflow.runtime import Runtime
-    from omniflow.topology import Budget, GraphSpec, Restart, Stage, absent, bind, one_for_one
+    from omniflow.topology import CHECKPOINT, Budget, Checkpoint, GraphSpec, Restart, Stage, absent, bind, one_for_one
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CHECKPOINT",
     "Actor",
     "ActorBrokenError",
     "AudioChunk",
@@ -84,6 +85,7 @@ __all__ = [
     "CancelledError",
     "Chat",
     "ChatMessage",
+    "Checkpoint",
     "Cluster",
     "ConfigError",
     "Context",
@@ -167,7 +169,7 @@ _MODULES = {
     "planner": "Cluster Gpu Plan cluster_named plan",
     "reply": "Output Reply",
     "runtime": "Runtime",
-    "topology": "Budget GraphSpec Restart Stage absent bind one_for_one",
+    "topology": "CHECKPOINT Budget Checkpoint GraphSpec Restart Stage absent bind one_for_one",
 }
 _HOME = {name: f"omniflow.{module}" for module, names in _MODULES.items() for name in names.split()}
 

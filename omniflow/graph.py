@@ -16,14 +16,17 @@ from omniflow.actor import Actor, Port, ports_of
 from omniflow.errors import GraphError
 from omniflow.mailbox import Policy
 from omniflow.topology import (
+    CHECKPOINT,
     CLIENT,
     RESERVED_NAMES,
     STAGE_FIELDS,
     Absent,
     Binding,
     Budget,
+    Checkpoint,
     Edge,
     EdgeKind,
+    FromCheckpoint,
     GraphSpec,
     Opening,
     Profile,
@@ -31,6 +34,7 @@ from omniflow.topology import (
     Stage,
     absent,
     bind,
+    entry_of,
     fits,
     nearest,
     one_for_one,
@@ -116,14 +120,46 @@ class Graph:
             kind: EdgeKind = "stream" if port.kind == "stream" else "result"
             self._outputs.append(Edge(kind, stage.name, port.name, CLIENT, name))
 
-    def profile(self, profile: str, why: str, /, **bindings: Binding | Absent) -> None:
-        """Declare a profile: which actor, model and settings each stage gets. The first one is the default."""
+    def profile(
+        self, profile: str, why: str, checkpoint: Checkpoint | None = None, /, **bindings: Binding | Absent
+    ) -> None:
+        """Declare a profile: which actor, model and settings each stage gets. The first one is the default.
+
+        With a `checkpoint`, settings that are `CHECKPOINT` become it.
+        """
         if profile in self._profiles:
             raise GraphError(f"profile {profile!r} is declared twice")
         for name in bindings:
             if name not in self._stages:
                 raise GraphError(f"profile {profile!r} binds unknown stage {name!r}{nearest(name, self._stages)}")
-        self._profiles[profile] = Profile(profile, why, bindings)
+        of_checkpoint = _of_checkpoint(bindings)
+        if bool(of_checkpoint) != (checkpoint is not None):
+            lacks = "no setting of it is CHECKPOINT" if checkpoint else f"{of_checkpoint[0]} is CHECKPOINT"
+            has = "has a checkpoint" if checkpoint else "has no checkpoint"
+            raise GraphError(f"profile {profile!r} {has}, but {lacks}; it takes both or neither")
+        if checkpoint is not None:
+            bindings = {name: _with_model(binding, checkpoint.model) for name, binding in bindings.items()}
+        self._profiles[profile] = Profile(profile, why, bindings, checkpoint, of_checkpoint)
+
+    def profile_for(self, model: str, config: Mapping[str, Any]) -> Profile:
+        """The first profile that takes the checkpoint `model`, whose config.json is `config`.
+
+        Raises GraphError with what the profiles take.
+        """
+        kinds = {profile.name: profile.checkpoint for profile in self._profiles.values() if profile.checkpoint}
+        for name, kind in kinds.items():
+            if kind.takes(config):
+                return self._profiles[name]
+        if not kinds:
+            raise GraphError(f"graph {self.name!r} has no profile that takes a checkpoint, so --model means nothing")
+        paths = dict.fromkeys(path for kind in kinds.values() for path in kind.when)
+        found = ", ".join(f"{path} {entry_of(config, path)}" for path in paths if entry_of(config, path) is not None)
+        raise GraphError(
+            f"{model}: no profile of {self.name!r} is for such a checkpoint. Its config.json has "
+            f"{found or 'no ' + ', no '.join(paths)}. What they take: "
+            f"{'; '.join(f'{name}: {kind}' for name, kind in kinds.items())}. Where one fits all the same, name it: "
+            f"--profile {next(iter(kinds))}"
+        )
 
     def spec(self, profile: str | None = None) -> GraphSpec:
         """The frozen graph under `profile` (default: the first declared). Raises GraphError where it cannot work."""
@@ -185,6 +221,23 @@ class Graph:
                 f"{target_port.name!r} takes {type_name(target_port.type)}; is a stage missing between them?"
             )
         return Edge(kind, from_stage.name, source_port.name, to_stage.name, target_port.name, **extra)
+
+
+def _of_checkpoint(bindings: Mapping[str, Binding | Absent]) -> tuple[str, ...]:
+    return tuple(
+        f"{name}.{setting}"
+        for name, binding in bindings.items()
+        if isinstance(binding, Binding)
+        for setting, value in binding.settings.items()
+        if isinstance(value, FromCheckpoint)
+    )
+
+
+def _with_model(binding: Binding | Absent, model: str) -> Binding | Absent:
+    if isinstance(binding, Absent):
+        return binding
+    settings = {key: model if isinstance(value, FromCheckpoint) else value for key, value in binding.settings.items()}
+    return msgspec.structs.replace(binding, settings=settings)
 
 
 def _side(end: Stage | Opening) -> tuple[Stage, str | None]:
@@ -264,6 +317,8 @@ __all__ = [
     "Absent",
     "Binding",
     "Budget",
+    "CHECKPOINT",
+    "Checkpoint",
     "Edge",
     "Graph",
     "GraphSpec",

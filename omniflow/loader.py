@@ -20,11 +20,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from omniflow.errors import GraphError, OmniflowError
+import msgspec
+
+from omniflow.errors import GraphError, OmniflowError, WeightsError
 from omniflow.graph import Graph
-from omniflow.topology import nearest
+from omniflow.topology import Profile, nearest
+from omniflow.weights import read_file
 
 T = TypeVar("T")
 
@@ -46,6 +49,36 @@ def from_anywhere(reference: str) -> str:
     """`reference` as it means the same in any folder: a path is made absolute."""
     place, colon, attribute = reference.partition(":")
     return f"{Path(place).expanduser().absolute()}{colon}{attribute}" if _is_path(place) else reference
+
+
+def model_from_anywhere(model: str) -> str:
+    """The checkpoint `model` as it means the same in any folder: a path is made absolute."""
+    is_path = _is_checkpoint(model) and not model.startswith("hf:")
+    return str(Path(model).expanduser().absolute()) if is_path else model
+
+
+def _is_checkpoint(model: str) -> bool:
+    """False for what can only be the name of packaged weights."""
+    return model.startswith(("hf:", ".", "/", "~")) or Path(model).exists()
+
+
+def profile_of(graph: Graph, model: str) -> tuple[Profile, str]:
+    """The profile of `graph` that serves the checkpoint `model`, and why, in words.
+
+    That which names `model` as its own, else the first that takes its config.json. Raises GraphError or WeightsError.
+    """
+    for profile in graph.profiles.values():
+        if profile.checkpoint is not None and profile.checkpoint.model == model:
+            return profile, f"{model} is its checkpoint"
+    own = [profile.checkpoint.model for profile in graph.profiles.values() if profile.checkpoint]
+    if not _is_checkpoint(model):
+        raise GraphError(f"{model!r} is no folder; a checkpoint is that, or hf:owner/repo{nearest(model, own)}")
+    try:
+        config = msgspec.json.decode(read_file(model, "config.json"), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise WeightsError(f"config.json of {model} is broken: {error}") from error
+    profile = graph.profile_for(model, config)
+    return profile, f"{model} is such a checkpoint: {profile.checkpoint}"
 
 
 def shipped_graphs() -> list[str]:

@@ -168,12 +168,59 @@ def absent(reason: str) -> Absent:
     return Absent(reason)
 
 
+class Checkpoint(msgspec.Struct, frozen=True):
+    """The checkpoint that a profile serves: `model` where the user names none, else one whose config.json is as `when`.
+
+    Keys of `when` are dotted paths in config.json. A value is what has to stand there, or a tuple or a range of what
+    may; None is for where nothing stands.
+    """
+
+    model: str
+    when: dict[str, Any]
+
+    def takes(self, config: Mapping[str, Any]) -> bool:
+        """True for the config.json of a checkpoint of this kind."""
+        return all(entry_of(config, path) in _allowed(wanted) for path, wanted in self.when.items())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{path} {_in_words(wanted)}" for path, wanted in self.when.items())
+
+
+class FromCheckpoint(msgspec.Struct, frozen=True):
+    """Stands in a binding for the profile's checkpoint; see `CHECKPOINT`."""
+
+
+CHECKPOINT = FromCheckpoint()
+"""`bind(Talker, model=CHECKPOINT)`: the checkpoint that the user names with --model, else the profile's own."""
+
+
+def entry_of(config: Mapping[str, Any], path: str) -> Any:
+    """What stands at the dotted `path` of a config.json; None where nothing does."""
+    found: Any = config
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _allowed(wanted: Any) -> tuple[Any, ...] | range:
+    return wanted if isinstance(wanted, tuple | range) else (wanted,)
+
+
+def _in_words(wanted: Any) -> str:
+    if isinstance(wanted, range):
+        return f"from {wanted[0]} to {wanted[-1]}"
+    return " or ".join("absent" if each is None else str(each) for each in _allowed(wanted))
+
+
 class Profile(msgspec.Struct, frozen=True):
     """A binding of stages to models. `why` is the line that tells a user what it is."""
 
     name: str
     why: str
     bindings: dict[str, Binding | Absent]
+    checkpoint: Checkpoint | None = None
+    of_checkpoint: tuple[str, ...] = ()
+    """The settings, as `stage.setting`, that name the checkpoint."""
 
 
 class GraphSpec(msgspec.Struct, frozen=True):

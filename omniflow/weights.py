@@ -1,6 +1,7 @@
 """Weights: where the files of a model come from, and where they lie on this machine.
 
-    PackagedWeights    files inside wheels of the package index, pinned by version and sha256, kept in our cache
+    PackagedWeights    files inside wheels of the package index, pinned by version and sha256, kept in our cache; or
+                       what a function writes there, from nothing
     InstalledWeights   a data package of omniflow's own, installed or in the checkout; nothing is fetched
     HubWeights         `hf:owner/repo[@revision]`, kept in the cache of huggingface_hub
     LocalWeights       a folder of the user's own
@@ -31,7 +32,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -113,12 +114,13 @@ class PackagedWeights(msgspec.Struct, frozen=True, kw_only=True):
 
     `convert` is "module:function", called once with (source folder, target folder) after the files were verified;
     what it writes is then what is kept, and the source is dropped. Raise `convert_version` when its output changes.
+    Without wheels the source folder is empty, and nothing is fetched: `convert` makes the weights.
     """
 
     name: str
     license: str
-    wheels: tuple[Wheel, ...]
-    files: tuple[WheelFile, ...]
+    wheels: tuple[Wheel, ...] = ()
+    files: tuple[WheelFile, ...] = ()
     convert: str | None = None
     convert_version: int = 1
 
@@ -130,7 +132,7 @@ class PackagedWeights(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def source(self) -> str:
         """The pinned packages."""
-        return " + ".join(wheel.requirement for wheel in self.wheels)
+        return " + ".join(wheel.requirement for wheel in self.wheels) or "written on this machine"
 
     def path(self) -> Path:
         """The folder of the files. Raises WeightsError where they are not on this machine."""
@@ -147,7 +149,7 @@ class PackagedWeights(msgspec.Struct, frozen=True, kw_only=True):
             expected = msgspec.json.decode((self.folder / MANIFEST).read_bytes(), type=dict[str, int])
         except (FileNotFoundError, NotADirectoryError):
             missing_bytes = sum(wheel.size_bytes for wheel in self.wheels)
-            return State(self.name, self.source, "missing", self.folder, missing_bytes)
+            return State(self.name, self.source, "missing", self.folder, missing_bytes or None)
         except msgspec.DecodeError:
             expected = {}
         found = _sizes(self.folder)
@@ -205,7 +207,7 @@ class PackagedWeights(msgspec.Struct, frozen=True, kw_only=True):
         try:
             result = self._download(work, report)
             if self.convert is not None:
-                report(self.name, "converting")
+                report(self.name, "converting" if self.wheels else "writing")
                 result = _converted(self.convert, result, work / "converted")
             (result / MANIFEST).write_bytes(msgspec.json.encode(_sizes(result)))
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -223,7 +225,8 @@ class PackagedWeights(msgspec.Struct, frozen=True, kw_only=True):
             attempt = Path(tempfile.mkdtemp(dir=work))
             try:
                 wheels = [self._download_wheel(wheel, attempt, report) for wheel in self.wheels]
-                report(self.name, "unpacking")
+                if wheels:
+                    report(self.name, "unpacking")
                 return self._unpack(wheels, attempt / "files")
             except _BrokenDownload as error:
                 problem = str(error)
@@ -365,14 +368,24 @@ class HubWeights(msgspec.Struct, frozen=True):
             return State(self.name, self.name, "missing", None, None)
         return State(self.name, self.name, "present", path, sum(_sizes(path).values()))
 
+    def file(self, name: str) -> Path:
+        """One file of the snapshot, brought here if it is not. Raises WeightsError."""
+        return self._asking(False, lambda hub: hub.hf_hub_download(self.repo, name, revision=self.revision))
+
     def _snapshot(self, local_files_only: bool) -> Path:
+        return self._asking(
+            local_files_only,
+            lambda hub: hub.snapshot_download(self.repo, revision=self.revision, local_files_only=local_files_only),
+        )
+
+    def _asking(self, local_files_only: bool, ask: Callable[[Any], str]) -> Path:
         try:
-            from huggingface_hub import snapshot_download
+            import huggingface_hub
             from huggingface_hub.errors import HFValidationError
         except ImportError as error:
             raise WeightsError(f"{self.name} needs huggingface_hub: run `pip install huggingface_hub`") from error
         try:
-            return Path(snapshot_download(self.repo, revision=self.revision, local_files_only=local_files_only))
+            return Path(ask(huggingface_hub))
         except (OSError, HFValidationError) as error:  # OSError is the base of all that its HTTP client raises
             raise WeightsError(f"{self.name}: {self._problem(error, local_files_only)}") from error
 
@@ -386,6 +399,8 @@ class HubWeights(msgspec.Struct, frozen=True):
                 return "no such repository, or it is private; check the name, or set HF_TOKEN"
             case errors.RevisionNotFoundError():
                 return f"the repository has no revision {self.revision!r}"
+            case errors.EntryNotFoundError():
+                return "the repository has no such file"
             case errors.HFValidationError():
                 return "not the name of a repository; write hf:owner/repo or hf:owner/repo@revision"
             case errors.LocalEntryNotFoundError() if local_files_only:
@@ -451,6 +466,21 @@ def resolve(ref: str, packaged: Mapping[str, NamedWeights]) -> Weights:
     else:
         meant = f"known names: {', '.join(sorted(packaged)) or 'none'}"
     raise WeightsError(f"unknown weights {ref!r}; {meant} (else hf:owner/repo[@revision], or a path to a folder)")
+
+
+def read_file(ref: str, name: str) -> bytes:
+    """The small file `name` of the weights that `ref` names, `hf:owner/repo[@revision]` or a path to a folder.
+
+    Nothing else of them is fetched. Raises WeightsError where there is none.
+    """
+    weights = resolve(ref, {})
+    try:
+        file = weights.file(name) if isinstance(weights, HubWeights) else weights.path() / name
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise WeightsError(f"{ref} has no {name}") from None
+    except OSError as error:
+        raise WeightsError(f"cannot read {name} of {ref}: {error.strerror or error}") from error
 
 
 def fetch(weights: Iterable[Weights], progress: bool = True) -> list[Path]:

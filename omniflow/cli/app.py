@@ -45,6 +45,14 @@ GraphName = Annotated[
     typer.Argument(metavar="GRAPH", help="A graph by name (ming_omni), or a file: path/to/my_graph.py[:attribute]."),
 ]
 Profile = Annotated[str | None, typer.Option(help="Profile of the graph; the first one is the default.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CHECKPOINT",
+        help="The checkpoint to serve: a folder, or hf:owner/repo[@revision]. Its config.json chooses the profile. "
+        "(The model id that clients see is server.model.)",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A setting: stage.field, runtime.x or server.x. Repeatable."),
@@ -73,6 +81,7 @@ def root(
 def run(
     graph: GraphName,
     profile: Profile = None,
+    model: Model = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (8000); 0 takes a free one.")] = None,
     api_key: Annotated[
@@ -116,14 +125,14 @@ def run(
         "log_format": log_format,
     }
     layers = layers_of(config, set_ or [], {f"server.{name}": value for name, value in options.items()})
-    chosen = choose(graph, profile, layers)
+    chosen = choose(graph, profile, layers, model)
     serving.refuse_what_cannot_be_served(chosen.configured.server)
     serving.write_log(chosen.configured.server)
     cluster = msgspec.structs.replace(this_machine(), single_process=single_process)
     plan = make_plan(chosen.spec, cluster, chosen.configured.runtime)
     console = output_console()
     keep = replaying.Keep(record, record_max, record_max_bytes) if record else None
-    with replaying.recorder_of(keep, plan, graph, layers) as recorder:
+    with replaying.recorder_of(keep, plan, graph, chosen.layers) as recorder:
         console.print(_headline(chosen, cluster))
         console.print(plan_view(plan))
         if record:
@@ -172,9 +181,11 @@ def replay(
 
 
 @app.command()
-def check(graph: GraphName, profile: Profile = None, set_: Settings = None, config: ConfigFile = None) -> None:
+def check(
+    graph: GraphName, profile: Profile = None, model: Model = None, set_: Settings = None, config: ConfigFile = None
+) -> None:
     """Prove that a graph can work: every port, every profile, every setting. Loads no weights."""
-    chosen = choose(graph, profile, layers_of(config, set_ or [], {}))
+    chosen = choose(graph, profile, layers_of(config, set_ or [], {}), model)
     spec = chosen.spec
     console = output_console()
     console.print(f"{spec.name} is sound ({len(spec.stages)} stages, {len(spec.all_edges)} edges)")
@@ -201,6 +212,7 @@ class _Explain(typer.core.TyperCommand):
 def explain(
     graph: GraphName,
     profile: Profile = None,
+    model: Model = None,
     cluster: ClusterName = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON (schema: docs/explain.md).")] = False,
     set_: Settings = None,
@@ -210,7 +222,7 @@ def explain(
     ] = None,
 ) -> None:
     """Show where each stage would run, how each edge would travel, and why. Starts nothing."""
-    chosen = choose(graph, profile, layers_of(Path(config) if config else None, set_ or [], {}))
+    chosen = choose(graph, profile, layers_of(Path(config) if config else None, set_ or [], {}), model)
     placed_on = _cluster(cluster)
     plan = make_plan(chosen.spec, placed_on, chosen.configured.runtime)
     if as_json:
@@ -244,9 +256,12 @@ def draw(
 def list_models(
     graph: Annotated[str | None, typer.Argument(metavar="[GRAPH]", help="Only what this graph needs.")] = None,
     profile: Profile = None,
+    model: Model = None,
 ) -> None:
     """Show the weights that graphs need, and which of them are on this machine."""
-    needs = needs_of(choose(graph, profile, []).spec) if graph else needs_everywhere()
+    if model is not None and graph is None:
+        raise ConfigError("--model is for the stages of a graph; name it, too")
+    needs = needs_of(choose(graph, profile, [], model).spec) if graph else needs_everywhere()
     output_console().print(models_table(needs) if needs else "no weights are needed")
 
 
@@ -258,7 +273,10 @@ def fetch_models(
     ] = None,
     profile: Profile = None,
 ) -> None:
-    """Fetch the weights of graphs (or single ones) that are not on this machine yet."""
+    """Fetch the weights of graphs (or single ones) that are not on this machine yet.
+
+    Without a name: all that have one of their own. What comes from the hub has to be named: it can be 200 GB.
+    """
     console = output_console()
     for weights in weights_named(what or [], profile):
         (folder,) = fetch([weights])

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from omniflow.config import Configured, Layer, configure, environment_layer, file_layer, set_layer
-from omniflow.errors import OmniflowError, StartError
+from omniflow.errors import ConfigError, OmniflowError, StartError
 from omniflow.graph import Graph
-from omniflow.loader import load_graph
+from omniflow.loader import load_graph, model_from_anywhere, profile_of
 from omniflow.topology import GraphSpec
 from omniflow.weights import Weights
 
@@ -23,6 +23,8 @@ class Chosen(msgspec.Struct, frozen=True):
     graph: Graph
     configured: Configured
     why: str
+    layers: tuple[Layer, ...]
+    """The settings that were applied, weakest first."""
 
     @property
     def spec(self) -> GraphSpec:
@@ -30,11 +32,32 @@ class Chosen(msgspec.Struct, frozen=True):
         return self.configured.spec
 
 
-def choose(reference: str, profile: str | None, layers: Sequence[Layer]) -> Chosen:
-    """Load the graph that `reference` names and apply `layers` to it. Raises GraphError or ConfigError."""
+def choose(reference: str, profile: str | None, layers: Sequence[Layer], model: str | None = None) -> Chosen:
+    """Load the graph that `reference` names and apply `layers` to it, for the checkpoint `model` where there is one.
+
+    Without a `profile` that is the one which serves `model`. Raises GraphError, WeightsError or ConfigError.
+    """
     graph = load_graph(reference)
+    reason = "by --profile" if profile is not None else None
+    if model is not None:
+        model = model_from_anywhere(model)
+        if profile is None:
+            found, reason = profile_of(graph, model)
+            profile = found.name
     spec = graph.spec(profile)
-    return Chosen(graph, configure(spec, layers), _why(graph, spec, asked=profile is not None))
+    applied = (*_checkpoint_layers(graph, spec, model), *layers)
+    return Chosen(graph, configure(spec, applied), _why(graph, spec, reason), applied)
+
+
+def _checkpoint_layers(graph: Graph, spec: GraphSpec, model: str | None) -> list[Layer]:
+    if model is None:
+        return []
+    if spec.profile is None or spec.profile.checkpoint is None:
+        whose = f"profile {spec.profile.name}" if spec.profile else f"graph {spec.name}"
+        takers = [profile.name for profile in graph.profiles.values() if profile.checkpoint]
+        which = f"these take one: {', '.join(takers)}" if takers else "no profile takes one"
+        raise ConfigError(f"{whose} takes no --model: its stages name their models themselves; {which}")
+    return [Layer("--model", dict.fromkeys(spec.profile.of_checkpoint, model))]
 
 
 def layers_of(config: Path | None, pairs: Sequence[str], shortcuts: dict[str, Any]) -> list[Layer]:
@@ -48,15 +71,14 @@ def layers_of(config: Path | None, pairs: Sequence[str], shortcuts: dict[str, An
     ]
 
 
-def _why(graph: Graph, spec: GraphSpec, *, asked: bool) -> str:
+def _why(graph: Graph, spec: GraphSpec, reason: str | None) -> str:
+    """`reason` is why this profile was asked for; None where it was not."""
     if spec.profile is None:
         return f"{spec.name} has no profiles: its stages name their actors themselves"
     others = [name for name in graph.profiles if name != spec.profile.name]
-    if asked:
-        reason = "by --profile"
-    elif others:
+    if reason is None and others:
         reason = f"the default; --profile takes {', '.join(others)} too"
-    else:
+    elif reason is None:
         reason = f"the only one of {spec.name}"
     return f"profile {spec.profile.name} ({reason}): {spec.profile.why}"
 

@@ -39,12 +39,13 @@ def needs_everywhere() -> list[Need]:
 
 
 def weights_named(names: Sequence[str], profile: str | None) -> list[Weights]:
-    """The weights that `names` (graphs, weights, hf:owner/repo) stand for; of all graphs where there are none.
+    """The weights that `names` (graphs, weights, hf:owner/repo) stand for.
 
-    Raises GraphError or WeightsError for a name that is neither.
+    Without `names`, those of all graphs that are a catalogue's. Raises GraphError or WeightsError for a name that is
+    neither.
     """
     if not names:
-        return [need.weights for need in needs_everywhere()]
+        return [need.weights for need in needs_everywhere() if isinstance(need.weights, NamedWeights)]
     shipped = shipped_graphs()
     found: dict[str, Weights] = {}
     for name in names:
