@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from actors.tokenizer import encode_texts
 from actors.tool_prompt import Turn, arguments_of, described, in_plain_turns
 from omniflow.errors import InvalidInputError, WeightsError
 from omniflow.media import Tool, ToolCall
@@ -19,22 +20,19 @@ if TYPE_CHECKING:
     import jinja2
     import jinja2.nodes
     import jinja2.parser
-    import tokenizers
 
-RESERVED_TOKENS = 16
-"""Room that a prompt must leave for the answer."""
 PLAIN = re.compile(r"[\w\s.,:;!?()'/+*=%&#@$-]*")
 """Text that cannot be part of a control token, all of which have one of the other characters."""
 
 
 class ChatFormat:
-    """How one model wants to read a conversation: its chat template, its tokenizer, and its limit."""
+    """How one model wants to read a conversation: its chat template, its tokenizer, and its `context`, in tokens."""
 
     def __init__(self, folder: Path) -> None:
         import tokenizers
 
         config = msgspec.json.decode((folder / "config.json").read_bytes())
-        self.max_tokens: int = config.get("text_config", config)["max_position_embeddings"] - RESERVED_TOKENS
+        self.context: int = config.get("text_config", config)["max_position_embeddings"]
         self._names = _token_names(folder)
         self._template, self._knows_tools = _template(folder)
         self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -50,7 +48,7 @@ class ChatFormat:
         Raises InvalidInputError where the template refuses it.
         """
         texts, controls = self._between_controls(turns, tools)
-        encoded = _encode(self._tokenizer, texts)
+        encoded = encode_texts(self._tokenizer, texts)
         ids = list(encoded[0])
         for control, text_ids in zip(controls, encoded[1:], strict=True):
             ids += [control, *text_ids]
@@ -88,7 +86,7 @@ class ChatFormat:
 
     def count(self, texts: list[str]) -> int:
         """How many tokens `texts` have, each by itself."""
-        return sum(map(len, _encode(self._tokenizer, texts)))
+        return sum(map(len, encode_texts(self._tokenizer, texts)))
 
 
 class Marks:
@@ -146,11 +144,6 @@ def _message(turn: Turn, marks: Marks) -> dict[str, Any]:
 def _call(call: ToolCall, marks: Marks) -> dict[str, Any]:
     function = {"name": marks.within(call.name), "arguments": marks.within(arguments_of(call))}
     return {"id": marks.within(call.id), "type": "function", "function": function}
-
-
-def _encode(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[list[int]]:
-    # Tokenizer.encode keeps the GIL (110 ms for 200 KB, the event loop stands still); the batch forms release it.
-    return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def _template(folder: Path) -> tuple[jinja2.Template, bool]:

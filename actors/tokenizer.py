@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,3 +23,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         return Tokenizer.from_buffer(file.read_bytes())
     except ValueError as error:
         raise WeightsError(f"{file} is not a tokenizer: {error}") from error
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens of each text, without those that a tokenizer puts around texts."""
+    # Tokenizer.encode keeps the GIL (110 ms for 200 KB, the event loop stands still); the batch forms release it.
+    return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
