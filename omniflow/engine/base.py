@@ -67,6 +67,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     kinds: torch.Tensor | None = None
     grammar: str | None = None
     """The text of the answer follows this grammar (`grammar.py`), and is whole unless it is cut by `max_tokens`."""
+    hidden: Literal["last", "all"] | None = None
+    """Which hidden states its outputs have: of the input that each token is drawn from, or of the prompt's others too.
+    A prompt that asks for all is computed anew, whatever the engine has of it."""
     urgent: bool = False
     """Someone waits for its first output in silence: an engine may let it run before others that wait."""
 
@@ -77,12 +80,36 @@ def refuse_kinds(request: EngineRequest) -> None:
         raise ProtocolError("places and kinds need a model of several kinds", request_id=request.id)
 
 
+def check_kinds(request: EngineRequest, known: bool) -> None:
+    """Raises ProtocolError where `places` or `kinds` do not fit the prompt, or its model knows no kinds."""
+    length = len(request.ids)
+    for name, given, shape in (("places", request.places, (3, length)), ("kinds", request.kinds, (length,))):
+        if given is None:
+            continue
+        if not known or request.open:
+            raise ProtocolError(f"{name} need a model of several kinds and a whole prompt", request_id=request.id)
+        if given.shape != shape:
+            raise ProtocolError(
+                f"{name} of shape {list(given.shape)}; this prompt takes {list(shape)}", request_id=request.id
+            )
+
+
+def refuse_hidden(request: EngineRequest) -> None:
+    """For engines that give frames. Raises ProtocolError where hidden states are asked for."""
+    if request.hidden is not None:
+        raise ProtocolError("an engine of frames gives no hidden states", request_id=request.id)
+
+
 class EngineOutput(msgspec.Struct, frozen=True):
     """What one step gave one request. The stop token is not among `ids`. After a `finish_reason` nothing follows.
 
     An engine with a frame head gives `frames` int64 [num_steps, num_codes], on the engine's device, and no `ids`; the
     step that ends is not among them, and with the last output they may be None. One with a flow head gives `frames`
     float32 [num_latents, latent_dim] on the CPU with each output but that of an abort.
+
+    `hidden` [n, hidden], on the engine's device, are hidden states where the request asked for them: after the model's
+    last norm, as its logits are made of them, in the order of the inputs that they are of. A token that is drawn, one
+    that stops too, comes with that of the input before it; 'all' puts the prompt's others before the first.
 
     `logprobs` are those of `ids` where the request asked for them, by the model's own distribution: before temperature,
     biases, penalties and masks. A request that cannot go on has an `error`, with finish_reason 'abort'.
@@ -94,6 +121,7 @@ class EngineOutput(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     frames: torch.Tensor | None = None
     error: RequestError | None = None
+    hidden: torch.Tensor | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling, refuse_kinds
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling, refuse_hidden, refuse_kinds
 from omniflow.engine.decoder import Decoder, DecoderShape, attend_last
 from omniflow.engine.heads import STATE_SIZE, FrameHead, Knobs, frame_noise
 from omniflow.engine.linear import pack_linears
@@ -281,6 +281,7 @@ def _attend(
 def embedded(request: EngineRequest, embedding: nn.Embedding) -> torch.Tensor:
     """The inputs [n, hidden] of a prompt: embeddings of its ids, and its own rows in their places."""
     refuse_kinds(request)
+    refuse_hidden(request)
     ids, size = request.ids, embedding.num_embeddings
     if ids and not 0 <= min(ids) <= max(ids) < size:
         raise ProtocolError(f"an id is outside of the vocabulary of {size}", request_id=request.id)

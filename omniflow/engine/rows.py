@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
-from omniflow.engine.base import EngineRequest
+from omniflow.engine.base import EngineOutput, EngineRequest
+from omniflow.engine.places import Places
 from omniflow.engine.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -67,8 +69,10 @@ class Row:
         self.generated: list[int] = []
         self.computed = 0
         self.cache = KeyValues(num_layers, capacity)
-        self._places = torch.empty(3, 0, dtype=torch.long) if request.places is None else request.places
-        self._kinds = torch.empty(0, dtype=torch.uint8) if request.kinds is None else request.kinds
+        self._inputs = Places(request.places, request.kinds)
+        self.asks_hidden = request.hidden
+        self._hidden: list[torch.Tensor] = []
+        """Hidden states that are computed and not told: [n, hidden] each."""
         self._sampler = Sampler(request.sampling)
         self._matcher = matcher
         self._ends = torch.tensor(sorted(request.sampling.stop_token_ids), dtype=torch.long)
@@ -101,16 +105,23 @@ class Row:
 
     def places(self, start: int, end: int) -> torch.Tensor:
         """Positions in time, height and width of the inputs [start, end): int64 [3, end - start]."""
-        known = self._places[:, start:end]
-        length = self._places.shape[1]
-        after = int(self._places.max()) + 1 if length else 0
-        later = torch.arange(max(start, length), max(end, length)) - length + after
-        return torch.cat([known, later.expand(3, -1)], dim=1)
+        return self._inputs.places(start, end)
 
     def kinds(self, start: int, end: int) -> torch.Tensor:
         """Which of the model's kinds each of the inputs [start, end) is: uint8 [end - start]."""
-        known = self._kinds[start:end]
-        return F.pad(known, (0, end - start - len(known)))
+        return self._inputs.kinds(start, end)
+
+    def keep_hidden(self, hidden: torch.Tensor) -> None:
+        """Of inputs before the last of the prompt, [n, hidden]: kept until `with_hidden` where they are asked for."""
+        if self.asks_hidden == "all":
+            self._hidden.append(hidden)
+
+    def with_hidden(self, output: EngineOutput, hidden: torch.Tensor) -> EngineOutput:
+        """`output` with those that were kept and `hidden` [n, hidden], where they are asked for."""
+        if self.asks_hidden is None:
+            return output
+        whole, self._hidden = torch.cat([*self._hidden, hidden]), []
+        return msgspec.structs.replace(output, hidden=whole)
 
     def place(self, hidden: torch.Tensor, start: int) -> None:
         """Write the embeddings that belong into inputs [start, start + len(hidden)) over `hidden`."""
@@ -128,6 +139,17 @@ class Span(NamedTuple):
     offset: int
     mask: torch.Tensor | None
     """Which of the `end` keys each input sees; None where a causal mask, or none, says it."""
+
+    @property
+    def size(self) -> int:
+        """How many inputs it is."""
+        return self.end - self.start
+
+    @property
+    def kept(self) -> range:
+        """Those of the step's inputs whose hidden states are kept: its last, and all where they are asked for."""
+        end = self.offset + self.size
+        return range(self.offset if self.row.asks_hidden == "all" else end - 1, end)
 
 
 def attend_by_request(
@@ -148,7 +170,7 @@ def attend_by_request(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     outputs = []
     for span in spans:
-        here = slice(span.offset, span.offset + span.end - span.start)
+        here = slice(span.offset, span.offset + span.size)
         keys, values = span.row.cache.append(layer, span.start, key[0, :, here], value[0, :, here])
         causal = span.start == 0 and span.end > 1
         outputs.append(

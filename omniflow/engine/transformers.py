@@ -8,6 +8,7 @@ by request with exactly its own keys and values, so no request ever sees another
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling, check_kinds
 from omniflow.engine.linear import pack_linears
 from omniflow.engine.rows import ATTENTION, Row, Span
 from omniflow.engine.sampling import token_logprob
@@ -66,6 +67,7 @@ class TransformersEngine:
         model.set_attn_implementation(ATTENTION)
         self._model = model
         self._embedding: Any = model.get_input_embeddings()
+        self._head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._num_layers: int = config.num_hidden_layers
         self._limit: int = min(config.max_position_embeddings, kv_tokens)
         """Tokens that one request can have, prompt and answer together."""
@@ -122,7 +124,7 @@ class TransformersEngine:
         spans = self._schedule()
         if spans:
             with torch.inference_mode():
-                outputs += self._sample(self._forward(spans), spans)
+                outputs += self._sample(*self._forward(spans), spans)
         return outputs
 
     def abort(self, request_id: str) -> None:
@@ -142,7 +144,7 @@ class TransformersEngine:
         """Drop all requests and the model."""
         self._waiting.clear()
         self._running.clear()
-        del self._model, self._embedding
+        del self._model, self._embedding, self._head
 
     def _check(self, request: EngineRequest) -> None:
         if self._find(request.id) is not None:
@@ -163,22 +165,8 @@ class TransformersEngine:
             raise ProtocolError(f"{num_rows} embeddings for {len(request.positions)} positions", request_id=request.id)
         if any(not 0 <= position < len(request.ids) for position in request.positions):
             raise ProtocolError("an embedding lies outside of the prompt", request_id=request.id)
-        self._check_media(request)
+        check_kinds(request, self._media)
         self._check_length(request.id, len(request.ids))
-
-    def _check_media(self, request: EngineRequest) -> None:
-        for name, given, shape in (
-            ("places", request.places, (3, len(request.ids))),
-            ("kinds", request.kinds, (len(request.ids),)),
-        ):
-            if given is None:
-                continue
-            if not self._media or request.open:
-                raise ProtocolError(f"{name} need a model of several kinds and a whole prompt", request_id=request.id)
-            if given.shape != shape:
-                raise ProtocolError(
-                    f"{name} of shape {list(given.shape)}; this prompt takes {list(shape)}", request_id=request.id
-                )
 
     def _check_rows(self, request_id: str, rows: torch.Tensor) -> None:
         width = self._embedding.embedding_dim
@@ -266,27 +254,32 @@ class TransformersEngine:
             mask = torch.ones(count, end, dtype=torch.bool, device=self._model.device).tril(start)
         return Span(row, start, end, offset, mask)
 
-    def _forward(self, spans: list[Span]) -> torch.Tensor:
-        """Logits [len(spans), vocab] of the last input of each span, float32 on the CPU."""
+    def _forward(self, spans: list[Span]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Of each span: logits [vocab] of its last input, float32 on the CPU, and hidden states of those it `keeps`."""
         device = self._model.device
         ids = [id for span in spans for id in span.row.ids[span.start : span.end]]
         positions = [position for span in spans for position in range(span.start, span.end)]
         hidden = self._embedding(torch.tensor(ids, device=device))
         for span in spans:
-            span.row.place(hidden[span.offset : span.offset + span.end - span.start], span.start)
+            span.row.place(hidden[span.offset : span.offset + span.size], span.start)
+        read: list[torch.Tensor] = []
+        hook = self._head.register_forward_pre_hook(lambda _, given: read.append(given[0].flatten(0, -2)))
         output = self._model(
             inputs_embeds=hidden[None],
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
-            logits_to_keep=torch.tensor([span.offset + span.end - span.start - 1 for span in spans], device=device),
+            logits_to_keep=torch.tensor([index for span in spans for index in span.kept], device=device),
             spans=spans,
         )
-        logits: torch.Tensor = output.logits[0].float().cpu()
-        return logits
+        hook.remove()
+        sizes = [len(span.kept) for span in spans]
+        last = [end - 1 for end in itertools.accumulate(sizes)]
+        logits: torch.Tensor = output.logits[0, last].float().cpu()
+        return logits, list(torch.split(read[0], sizes))
 
-    def _sample(self, logits: torch.Tensor, spans: list[Span]) -> list[EngineOutput]:
+    def _sample(self, logits: torch.Tensor, hidden: list[torch.Tensor], spans: list[Span]) -> list[EngineOutput]:
         outputs = []
-        for span, row_logits in zip(spans, logits, strict=True):
+        for span, row_logits, row_hidden in zip(spans, logits, hidden, strict=True):
             row = span.row
             row.computed = span.end
             if row.computed == len(row.ids) and not row.open:
@@ -294,9 +287,11 @@ class TransformersEngine:
                     output = self._advance(row, row_logits)
                 except RequestError as error:  # ends this request; the others of the step go on
                     output = EngineOutput(row.id, (), "abort", error=error)
-                outputs.append(output)
+                outputs.append(row.with_hidden(output, row_hidden))
                 if output.finish_reason:
                     self._running.remove(row)
+            else:
+                row.keep_hidden(row_hidden)
         return outputs
 
     def _advance(self, row: Row, logits: torch.Tensor) -> EngineOutput:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jsonschema
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -104,10 +105,10 @@ def logits_of(
     seen: dict[str, list[torch.Tensor]] = {}
     sample = engine._sample
 
-    def spy(logits: torch.Tensor, spans: list) -> list:
+    def spy(logits: torch.Tensor, hidden: list[torch.Tensor], spans: list) -> list:
         for row, span in zip(logits, spans, strict=True):
             seen.setdefault(span.row.id, []).append(row.clone())
-        return sample(logits, spans)
+        return sample(logits, hidden, spans)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_sample", spy)
@@ -484,3 +485,34 @@ def test_answers_of_the_real_model_follow_their_schemas_in_any_company(smollm2: 
     (cut,) = run(smollm2, [question("cut", *QUESTIONS[0], max_tokens=6)]).values()
     assert ids_of(cut) == ids_of(answers["0"])[:6]
     assert cut[-1].finish_reason == "length"
+
+
+def final_hidden(ids: list[int]) -> torch.Tensor:
+    """What the head of `tiny_llama` reads, of all inputs."""
+    with torch.inference_mode():
+        return tiny_llama()(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+
+
+@pytest.mark.parametrize("which", ["last", "all"])
+def test_hidden_states_are_the_models_own(which: str) -> None:
+    engine = TransformersEngine(tiny_llama(), chunk=16)
+    ids = prompt(41, 3)
+    asked = msgspec.structs.replace(request("a", ids, max_tokens=5), hidden=which)
+    others = [request(str(seed), prompt(9 + seed, seed)) for seed in range(2)]
+    outputs = run(engine, [others[0], asked, others[1]])
+    given = torch.cat([output.hidden for output in outputs["a"]])
+    wanted = final_hidden(ids + ids_of(outputs["a"]))[:-1]
+    assert [len(output.hidden) for output in outputs["a"]] == [41 if which == "all" else 1, 1, 1, 1, 1]
+    assert (given - wanted[-len(given) :]).abs().max() < 1e-4
+    assert all(output.hidden is None for each in others for output in outputs[each.id])
+    assert ids_of(outputs["a"]) == ids_of(run(engine, [request("a", ids, max_tokens=5)])["a"])
+
+
+def test_a_token_that_stops_has_a_hidden_state_too() -> None:
+    engine = TransformersEngine(tiny_llama())
+    first, second, *_ = ids_of(run(engine, [request("a", prompt(9))])["a"])
+    asked = request("a", prompt(9), stop_token_ids=frozenset([second]))
+    outputs = run(engine, [msgspec.structs.replace(asked, hidden="last")])["a"]
+    assert [output.ids for output in outputs] == [(first,), ()]
+    given = torch.cat([output.hidden for output in outputs])
+    assert (given - final_hidden([*prompt(9), first])[-2:]).abs().max() < 1e-4
