@@ -22,6 +22,7 @@ from omniflow.media import Generated, Options, TokenPrompt, Tokens
 from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from tokenizers import Tokenizer
 
@@ -114,8 +115,10 @@ class Thinker(ThinkerRole):
             sampling=sampling_for(ctx.options, self._defaults),
             grammar=await self._grammar(ctx.options),
             stop=ctx.options.stop,
-            embeds=_rows(prompt),
+            embeds=_tensor(prompt.rows),
             positions=prompt.positions,
+            places=_tensor(prompt.places),
+            kinds=_tensor(prompt.kinds),
         )
         count = 0
         reason: Literal["stop", "length"] = "stop"
@@ -126,7 +129,7 @@ class Thinker(ThinkerRole):
                     await emit.send(Tokens(output.ids, output.logprobs))
                 if output.finish_reason == "length":
                     reason = "length"
-        return Generated(reason, len(prompt.ids), count, audio_tokens=prompt.audio_tokens)
+        return Generated(reason, len(prompt.ids), count, prompt.audio_tokens, prompt.image_tokens)
 
     async def _grammar(self, options: Options) -> str | None:
         """What the answer is held to, ready for the engine."""
@@ -211,21 +214,44 @@ def torch_device(device: str) -> str:
 
 
 def end_token_ids(folder: Path) -> frozenset[int]:
-    """The tokens that end an answer, as the checkpoint's generation_config.json or config.json says.
+    """The tokens that end an answer, as generation_config.json, config.json or else tokenizer_config.json says.
 
-    Raises WeightsError where a file is broken or neither names one.
+    Raises WeightsError where a file is broken or none names one.
     """
     for name in ("generation_config.json", "config.json"):
-        try:
-            config = msgspec.json.decode((folder / name).read_bytes(), type=dict[str, object])
-            found = msgspec.convert(config.get("eos_token_id"), int | list[int] | None)
-        except FileNotFoundError:
-            continue
-        except msgspec.DecodeError as error:
-            raise WeightsError(f"{folder / name} is broken: {error}") from error
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
-    raise WeightsError(f"{folder}: neither generation_config.json nor config.json names an eos_token_id")
+        config = _json(folder / name)
+        for part in (config, _of_language(config)):
+            try:
+                found = msgspec.convert(part.get("eos_token_id"), int | list[int] | None)
+            except msgspec.ValidationError as error:
+                raise WeightsError(f"{folder / name} is broken: {error}") from error
+            if found is not None:
+                return frozenset([found] if isinstance(found, int) else found)
+    token = _json(folder / "tokenizer_config.json").get("eos_token")
+    if token is not None:
+        end = load_tokenizer(folder).token_to_id(token["content"] if isinstance(token, dict) else token)
+        if end is not None:
+            return frozenset([end])
+    raise WeightsError(
+        f"{folder}: neither generation_config.json nor config.json names an eos_token_id, "
+        "nor tokenizer_config.json an eos_token"
+    )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """What stands in `file`, nothing where it is not there. Raises WeightsError where it is broken."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except msgspec.DecodeError as error:
+        raise WeightsError(f"{file} is broken: {error}") from error
+
+
+def _of_language(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of the config.json of a model that has others, too."""
+    part: dict[str, Any] = config.get("text_config", config.get("llm_config", config))
+    return part
 
 
 def _require(good: bool, param: str, wanted: str) -> None:
@@ -237,9 +263,9 @@ def _grammars(tokenizer: Tokenizer, folder: Path, end_ids: frozenset[int]) -> Gr
     """None where the tokenizer is of a kind that no grammar can be applied to."""
     from omniflow.engine.grammar import Grammars
 
-    config = msgspec.json.decode((folder / "config.json").read_bytes())
+    config = _json(folder / "config.json")
     try:
-        return Grammars(tokenizer.to_str(), config.get("text_config", config)["vocab_size"], end_ids)
+        return Grammars(tokenizer.to_str(), _of_language(config)["vocab_size"], end_ids)
     except StartError:
         return None
 
@@ -255,9 +281,9 @@ def _compile(grammars: Grammars, answer: AnswerGrammar) -> None:
     grammars.compile(answer.text, answer.param)
 
 
-def _rows(prompt: TokenPrompt) -> torch.Tensor | None:
-    if prompt.rows is None:
+def _tensor(values: np.ndarray | None) -> torch.Tensor | None:
+    if values is None:
         return None
     import torch
 
-    return torch.tensor(prompt.rows)  # a copy: the rows may be a view into memory that is lent for this call only
+    return torch.tensor(values)  # a copy: they may be a view into memory that is lent for this call only

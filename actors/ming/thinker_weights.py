@@ -36,11 +36,12 @@ def _renamed(name: str) -> str:
     return name if end is None else name.removesuffix(end) + _RENAMED[end]
 
 
-def load_thinker(folder: Path) -> ThinkerModel:
-    """The thinker in `folder`, float32 on the CPU, its matrices packed. Raises WeightsError."""
+def load_thinker(folder: Path, device: str = "cpu") -> ThinkerModel:
+    """The thinker in `folder`, in float32; on the CPU its matrices are packed. Raises WeightsError."""
     model = ThinkerModel(Thinker.load(folder))
     model.eval()  # type: ignore[no-untyped-call]
     model.requires_grad_(False)
     load(model, thinker_part(read_folder(folder)), "the thinker")
+    model.to(device)
     pack_linears(model)
     return model
