@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from actors.whisper.mel import HOP, SAMPLE_RATE_HZ, log_mel, mel_filters
+from actors.mel import HOP, SAMPLE_RATE_HZ, log_mel, mel_filters
 from actors.whisper.windows import SILENCE, WINDOWS_S, cut, window_s
 from omniflow.errors import WeightsError
 

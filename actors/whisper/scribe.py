@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from actors.catalogue import PACKAGED
+from actors.mel import SAMPLE_RATE_HZ
 from actors.whisper import WHISPER_TINY_EN
-from actors.whisper.mel import SAMPLE_RATE_HZ
 from actors.whisper.model import NOTHING, Heard, TimedWord, Whisper, shared_whisper
 from actors.whisper.windows import WINDOWS_S, Cutter, Window, window_s
 from omniflow.actor import Actor, Context, Emit, Stream

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from actors.catalogue import PACKAGED
+from actors.mel import SAMPLE_RATE_HZ
 from actors.whisper import WHISPER_TINY_EN
-from actors.whisper.mel import SAMPLE_RATE_HZ
 from actors.whisper.model import Whisper, joined, shared_whisper
 from actors.whisper.windows import cut, window_s
 from omniflow.actor import Actor, batched

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from actors.whisper.mel import SAMPLE_RATE_HZ
+from actors.mel import SAMPLE_RATE_HZ
 
 WINDOWS_S = (10, 20, 30)
 """Whisper was trained on 30 s, padded with silence; a shorter window costs less: 0.11, 0.26 and 0.5 s of one core."""

@@ -12,8 +12,8 @@ import soxr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.mel import log_mel, mel_filters
 from actors.whisper import model, transcriber, windows
-from actors.whisper.mel import log_mel, mel_filters
 from actors.whisper.model import Whisper
 from actors.whisper.transcriber import WhisperTranscriber, transcribe
 from actors.whisper.windows import Cutter, cut, window_s

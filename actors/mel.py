@@ -5,26 +5,28 @@ from __future__ import annotations
 import numpy as np
 
 SAMPLE_RATE_HZ = 16_000
-NUM_MELS = 80
 FFT_SIZE = 400
 HOP = 160
 """Samples between two frames: 10 ms."""
 
 
-def mel_filters() -> np.ndarray:
-    """Slaney's triangular mel filters, each of area 1: float32 [80, 201]."""
+def mel_filters(num_mels: int = 80) -> np.ndarray:
+    """Slaney's triangular mel filters, each of area 1: float32 [num_mels, 201]."""
     frequencies_hz = np.fft.rfftfreq(FFT_SIZE, 1 / SAMPLE_RATE_HZ)
-    edges_hz = _mel_to_hz(np.linspace(0, _hz_to_mel(SAMPLE_RATE_HZ / 2), NUM_MELS + 2))
-    low, centre, high = (edges_hz[i : NUM_MELS + i, None] for i in range(3))
+    edges_hz = _mel_to_hz(np.linspace(0, _hz_to_mel(SAMPLE_RATE_HZ / 2), num_mels + 2))
+    low, centre, high = (edges_hz[i : num_mels + i, None] for i in range(3))
     rising = (frequencies_hz - low) / (centre - low)
     falling = (high - frequencies_hz) / (high - centre)
     filters: np.ndarray = np.maximum(0, np.minimum(rising, falling)) * 2 / (high - low)
     return filters.astype(np.float32)
 
 
-def log_mel(samples: np.ndarray, filters: np.ndarray, window_s: int) -> np.ndarray:
-    """`samples` float32 [n] at 16 kHz, followed by silence up to `window_s` -> float32 [80, 100 * window_s]."""
-    num_samples = window_s * SAMPLE_RATE_HZ
+def log_mel(samples: np.ndarray, filters: np.ndarray, window_s: int | None = None) -> np.ndarray:
+    """`samples` float32 [n] at 16 kHz, n >= 2 -> float32 [len(filters), n // HOP].
+
+    With `window_s` they are followed by silence up to there, or cut off: [len(filters), 100 * window_s].
+    """
+    num_samples = len(samples) if window_s is None else window_s * SAMPLE_RATE_HZ
     padded = np.pad(samples[:num_samples], (0, max(0, num_samples - len(samples))))
     padded = np.pad(padded, FFT_SIZE // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, FFT_SIZE)[::HOP][: num_samples // HOP]

@@ -1,0 +1,91 @@
+"""A tiny random checkpoint of Ming's towers, in the hub's layout, and transformers' modules with the same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import WhisperConfig
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from actors.ming.audio_tower import AudioTower
+from actors.ming.towers_config import AudioConfig
+
+HIDDEN = 48
+AUDIO: dict[str, Any] = {
+    "whisper_encoder_config": {"n_mels": 128, "n_ctx": 400, "n_state": 32, "n_head": 4, "n_layer": 3},
+    "ds_kernel_size": 3,
+    "ds_stride": 2,
+    "norm_query_embeds": True,
+}
+CONFIG: dict[str, Any] = {"llm_config": {"hidden_size": HIDDEN}, "mlp_depth": 2, "audio_config": AUDIO}
+
+
+def audio_config(**changes: object) -> AudioConfig:
+    return msgspec.convert({**CONFIG, "audio_config": {**AUDIO, **changes}}, AudioConfig)
+
+
+NORMS = tuple(f"{name}.weight" for name in ("attn_ln", "mlp_ln", "ln_post", "norm1", "norm2", "norm"))
+
+
+def random_tower(tower: nn.Module, seed: int = 0) -> nn.Module:
+    """`tower` with weights that are neither near 0 nor near 1, so that every one of them is heard."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, each in tower.named_parameters():
+        spread = 0.2 if each.dim() == 1 else 1.0 if "pos_embed" in name else 2.0 / each[0].numel() ** 0.5
+        each.data = spread * torch.randn(each.shape, generator=generator) + (1.0 if name.endswith(NORMS) else 0.0)
+    return tower.requires_grad_(False).eval()
+
+
+def write_towers(folder: Path, seed: int = 0) -> Path:
+    """config.json and the weights of the towers, beside one that belongs to the thinker."""
+    weights = random_tower(AudioTower(audio_config()), seed).state_dict()
+    save_file(weights, folder / "model-00002-of-00002.safetensors")
+    save_file({"model.model.norm.weight": torch.ones(HIDDEN)}, folder / "model-00001-of-00002.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+RENAMED = {
+    "self_attn.q_proj": "attn.query",
+    "self_attn.k_proj": "attn.key",
+    "self_attn.v_proj": "attn.value",
+    "self_attn.out_proj": "attn.out",
+    "self_attn_layer_norm": "attn_ln",
+    "fc1": "mlp.0",
+    "fc2": "mlp.2",
+    "final_layer_norm": "mlp_ln",
+    "layer_norm": "ln_post",
+    "layers.": "blocks.",
+    "embed_positions.weight": "positional_embedding",
+}
+
+
+def whisper_with(weights: dict[str, torch.Tensor]) -> WhisperEncoder:
+    """transformers' encoder with the weights that a checkpoint calls `audio.*`."""
+    sizes = AUDIO["whisper_encoder_config"]
+    encoder = WhisperEncoder(
+        WhisperConfig(
+            d_model=sizes["n_state"],
+            encoder_layers=sizes["n_layer"],
+            encoder_attention_heads=sizes["n_head"],
+            encoder_ffn_dim=4 * sizes["n_state"],
+            num_mel_bins=sizes["n_mels"],
+            max_source_positions=sizes["n_ctx"],
+        )
+    )
+    state = {}
+    for name in encoder.state_dict():
+        ours = name
+        for theirs, renamed in RENAMED.items():
+            ours = ours.replace(theirs, renamed)
+        state[name] = weights[f"audio.{ours}"]
+    encoder.load_state_dict(state)
+    encoder.eval()  # type: ignore[no-untyped-call]
+    encoder.requires_grad_(False)
+    return encoder
