@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from actors.roles import Preprocessed
 from omniflow.actor import Actor
 from omniflow.errors import InvalidInputError, UnsupportedError
-from omniflow.media import AudioPart, Chat, ImagePart, Images, Part, Prompt, PromptMessage, TextPart, Waveforms
+from omniflow.media import (
+    AudioPart,
+    Chat,
+    ImagePart,
+    Images,
+    Part,
+    Prompt,
+    PromptMessage,
+    TextPart,
+    VideoPart,
+    Waveforms,
+)
 
 if TYPE_CHECKING:
     import soundfile
 
+T = TypeVar("T")
 SAMPLE_RATE_HZ = 16_000
 BLOCK_FRAMES = 1 << 18
 """Frames decoded in one step: 5.5 s at 48 kHz; a step takes at most 60 ms."""
@@ -25,14 +37,17 @@ MIN_RATE_HZ, MAX_RATE_HZ = 4_000, 384_000
 
 
 class Preprocess(Actor):
-    """Text passes as it is, audio becomes mono float32 at 16 kHz, of images only the first bytes are looked at.
+    """Text passes as it is, audio becomes mono float32 at 16 kHz, images and video are recognized and stay encoded.
 
     Media are numbered in the order of the conversation. Raises InvalidInputError for what cannot be decoded, for
-    an empty conversation and for more than `max_audio_s` seconds of audio, and UnsupportedError for video.
+    an empty conversation, for more than `max_audio_s` seconds of audio in all and for more than `max_images` images or
+    `max_videos` clips, and UnsupportedError for video where `max_videos` is 0, which says that the model takes none.
     """
 
-    def __init__(self, *, max_audio_s: float = 600) -> None:
+    def __init__(self, *, max_audio_s: float = 600, max_images: int = 32, max_videos: int = 0) -> None:
         self._max_audio_s = max_audio_s
+        self._max_images = max_images
+        self._max_videos = max_videos
 
     async def setup(self) -> None:
         """Load the audio libraries, so that the first request does not wait for them (50 ms)."""
@@ -43,32 +58,32 @@ class Preprocess(Actor):
         """`audio` and `image` are None where the conversation has none."""
         if not any(message.tool_calls or any(map(_has_content, message.parts)) for message in chat.messages):
             raise _invalid("the conversation is empty; send at least one message with text, audio or an image")
-        waves: dict[int, np.ndarray] = {}
-        images: dict[int, bytes] = {}
+        media = _Media()
         messages: list[PromptMessage] = []
-        left_s = self._max_audio_s
         for at, message in enumerate(chat.messages):
             pieces: list[str | int] = []
             for number, part in enumerate(message.parts):
-                where, index = f"messages[{at}].content[{number}]", len(waves) + len(images)
-                match part:
-                    case TextPart():
-                        pieces.append(part.text)
-                    case AudioPart():
-                        waves[index] = await self._decode(part.data, where, left_s)
-                        left_s -= len(waves[index]) / SAMPLE_RATE_HZ
-                        pieces.append(index)
-                    case ImagePart():
-                        images[index] = _checked_image(part.data, where)
-                        pieces.append(index)
-                    case _:
-                        raise UnsupportedError(f"{where}: this model takes no video; {_TAKES}", param="messages")
+                pieces.append(await self._take(part, f"messages[{at}].content[{number}]", media))
             messages.append(PromptMessage(message.role, tuple(pieces), message.tool_calls, message.tool_call_id))
-        return Preprocessed(
-            prompt=Prompt(tuple(messages)),
-            audio=Waveforms(list(waves.values()), tuple(waves), SAMPLE_RATE_HZ) if waves else None,
-            image=Images(list(images.values()), tuple(images)) if images else None,
-        )
+        return Preprocessed(prompt=Prompt(tuple(messages)), audio=media.waveforms(), image=media.pictures())
+
+    async def _take(self, part: Part, where: str, media: _Media) -> str | int:
+        """Text as it is; else the number of a media item, which is now in `media`."""
+        match part:
+            case TextPart():
+                return part.text
+            case AudioPart():
+                left_s = self._max_audio_s - sum(map(len, media.waves.values())) / SAMPLE_RATE_HZ
+                return media.add(media.waves, await self._decode(part.data, where, left_s))
+            case ImagePart():
+                _require_room(len(media.images) - len(media.videos), self._max_images, where, "images")
+                return media.add(media.images, _checked_image(part.data, where))
+            case VideoPart() if self._max_videos:
+                _require_room(len(media.videos), self._max_videos, where, "video clips")
+                media.videos.append(media.add(media.images, _checked_video(part.data, where)))
+                return media.videos[-1]
+            case _:
+                raise UnsupportedError(f"{where}: this model takes no video; {_TAKES}", param="messages")
 
     async def _decode(self, data: bytes, where: str, left_s: float) -> np.ndarray:
         clip = await self.offload(_Clip, data, where)
@@ -84,6 +99,27 @@ class Preprocess(Actor):
         if not len(samples):
             raise _invalid(f"{where}: the audio holds no samples")
         return samples
+
+
+class _Media:
+    """The media of one conversation by their numbers; those images that are in `videos` are clips."""
+
+    def __init__(self) -> None:
+        self.waves: dict[int, np.ndarray] = {}
+        self.images: dict[int, bytes] = {}
+        self.videos: list[int] = []
+
+    def add(self, kind: dict[int, T], item: T) -> int:
+        """The number of `item`, which is now in `kind`."""
+        number = len(self.waves) + len(self.images)
+        kind[number] = item
+        return number
+
+    def waveforms(self) -> Waveforms | None:
+        return Waveforms(list(self.waves.values()), tuple(self.waves), SAMPLE_RATE_HZ) if self.waves else None
+
+    def pictures(self) -> Images | None:
+        return Images(list(self.images.values()), tuple(self.images), tuple(self.videos)) if self.images else None
 
 
 class _Clip:
@@ -168,3 +204,15 @@ def _checked_image(data: bytes, where: str) -> bytes:
     if is_webp or data.startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")):
         return data
     raise _invalid(f"{where}: the image is not a png, jpeg or webp file")
+
+
+def _checked_video(data: bytes, where: str) -> bytes:
+    is_avi = data[:4] == b"RIFF" and data[8:12] == b"AVI "
+    if is_avi or data[4:8] == b"ftyp" or data.startswith(b"\x1a\x45\xdf\xa3"):
+        return data
+    raise _invalid(f"{where}: the video is not an mp4, mov, webm, mkv or avi file")
+
+
+def _require_room(count: int, limit: int, where: str, what: str) -> None:
+    if count >= limit:
+        raise _invalid(f"{where}: the conversation holds more than {limit} {what}, which is the most that is taken")

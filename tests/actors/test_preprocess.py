@@ -13,7 +13,18 @@ import soundfile
 from actors.preprocess import BLOCK_FRAMES, Preprocess
 from actors.roles import Preprocessed
 from omniflow.errors import InvalidInputError, UnsupportedError
-from omniflow.media import AudioPart, Chat, ChatMessage, ImagePart, Part, PromptMessage, TextPart, ToolCall, VideoPart
+from omniflow.media import (
+    AudioPart,
+    Chat,
+    ChatMessage,
+    ImagePart,
+    Images,
+    Part,
+    PromptMessage,
+    TextPart,
+    ToolCall,
+    VideoPart,
+)
 from tests.speech import encoded, samples_of
 
 pytestmark = pytest.mark.anyio
@@ -211,6 +222,39 @@ async def test_video_is_not_supported(actor: Preprocess) -> None:
     error = await refusal(actor, VideoPart(b"\x00\x00\x00\x18ftypmp42"))
     assert isinstance(error, UnsupportedError)
     assert str(error) == "messages[0].content[0]: this model takes no video; send text, audio or images"
+
+
+MP4 = b"\x00\x00\x00\x18ftypmp42rest"
+WEBM = b"\x1a\x45\xdf\xa3rest"
+AVI = b"RIFF\x00\x00\x00\x00AVI rest"
+
+
+@pytest.mark.parametrize("clip", [MP4, WEBM, AVI])
+async def test_clips_stay_encoded_among_the_images_where_the_model_takes_them(clip: bytes) -> None:
+    sound = AudioPart(file(tone(0.1, 16_000), 16_000), "wav")
+    parts = (ImagePart(PNG), VideoPart(clip), sound, TextPart("what?"), ImagePart(JPEG))
+    result = await Preprocess(max_videos=1).run(chat(*parts))
+    assert result.prompt.messages[0].pieces == (0, 1, 2, "what?", 3)
+    assert result.image == Images([PNG, clip, JPEG], (0, 1, 3), videos=(1,))
+    assert result.audio is not None and result.audio.index == (2,)
+
+
+async def test_too_many_images_and_clips_are_refused_by_their_place() -> None:
+    actor = Preprocess(max_images=2, max_videos=1)
+    image, clip = ImagePart(PNG), VideoPart(MP4)
+    assert (await actor.run(chat(clip, image, image))).image is not None
+    error = await refusal(actor, image, clip, image, image)
+    assert str(error) == (
+        "messages[0].content[3]: the conversation holds more than 2 images, which is the most that is taken"
+    )
+    error = await refusal(actor, image, clip, clip)
+    assert str(error).startswith("messages[0].content[2]: the conversation holds more than 1 video clips")
+
+
+@pytest.mark.parametrize("data", [b"", b"GIF89a", PNG, b"RIFF\x00\x00\x00\x00WAVE"])
+async def test_video_of_another_kind_is_refused(data: bytes) -> None:
+    error = await refusal(Preprocess(max_videos=1), TextPart("look"), VideoPart(data))
+    assert str(error) == "messages[0].content[1]: the video is not an mp4, mov, webm, mkv or avi file"
 
 
 @pytest.mark.parametrize("messages", [(), (ChatMessage("user", ()),), (ChatMessage("user", (TextPart(" \n"),)),)])
