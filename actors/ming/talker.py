@@ -35,7 +35,7 @@ class TalkerModel(nn.Module):
     def __init__(self, config: Talker) -> None:
         super().__init__()
         llm, latent_dim = config.llm_config, config.audio_tokenizer_config.dec_kwargs.latent_dim
-        self._config = llm
+        self._config, self.shape = llm, llm.shape
         self.embedding = nn.Embedding(llm.vocab_size, llm.hidden_size)
         self.decoder = Qwen2Decoder(llm.shape)
         self.speaker = nn.Linear(SPEAKER_DIM, llm.hidden_size)
@@ -81,8 +81,8 @@ class TalkerModel(nn.Module):
     ) -> FlowStep:
         """One step of all `streams`, after the `inputs` [n, hidden] of each: its prompt's, or its last feedback.
 
-        `noise` is [len(streams), *head.noise_shape]. Streams may join and leave between steps. Raises
-        ContextLengthError, before any has stepped, where one has no room left.
+        `noise` is [len(streams), *head.noise_shape], on any device as `knobs`. Streams may join and leave between
+        steps. Raises ContextLengthError, before any has stepped, where one has no room left.
         """
         longest = max(stream.past.length + len(each) for stream, each in zip(streams, inputs, strict=True))
         if longest > self._config.max_position_embeddings:
@@ -91,10 +91,14 @@ class TalkerModel(nn.Module):
             )
         hidden = torch.stack([each[-1] for each in step(self.decoder, [each.past for each in streams], inputs)])
         state = FlowState(*(torch.cat(each) for each in zip(*(stream.state for stream in streams), strict=True)))
-        given: FlowStep = self.head(hidden, noise, knobs, state)
+        knobs = FlowKnobs(*(each.to(hidden.device) for each in knobs))
+        given: FlowStep = self.head(hidden, noise.to(hidden.device), knobs, state)
         for number, stream in enumerate(streams):
             stream.state = FlowState(*(each[number : number + 1] for each in given.state))
         return given
+
+    def end(self, stream: TalkerStream) -> None:
+        """A stream that takes no more steps leaves nothing behind."""
 
 
 def load_talker(config: Talker, weights: Mapping[str, torch.Tensor]) -> TalkerModel:

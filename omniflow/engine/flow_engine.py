@@ -50,7 +50,14 @@ class FlowModel(Protocol[S]):
     def step(
         self, streams: Sequence[S], inputs: Sequence[torch.Tensor], noise: torch.Tensor, knobs: FlowKnobs
     ) -> FlowStep:
-        """One step of all `streams`, after the `inputs` [n, hidden] of each: its prompt's, or its last feedback."""
+        """One step of all `streams`, after the `inputs` [n, hidden] of each: its prompt's, or its last feedback.
+
+        `noise` float32 [len(streams), *head.noise_shape] and `knobs` are on the CPU.
+        """
+        ...
+
+    def end(self, stream: S) -> None:
+        """`stream` takes no more steps."""
         ...
 
 
@@ -180,31 +187,30 @@ class FlowEngine(Generic[S]):
         self._aborted.clear()
         for row in found:
             next(rows for rows in (self._running, self._urgent, self._others) if row in rows).remove(row)
+            self._model.end(row.stream)
         return [EngineOutput(row.id, (), "abort") for row in found]
 
     def _latents(self, rows: Sequence[_Row[S]]) -> list[EngineOutput]:
         """A step of `rows`."""
-        device = self._model.embedding.weight.device
         noise = torch.from_numpy(np.concatenate([row.noise for row in rows]))
         jitter = [self._sigma * row.sampling.temperature**0.5 for row in rows]
-        knobs = FlowKnobs(
-            torch.full((len(rows),), self._guidance, device=device),
-            torch.tensor(jitter, dtype=torch.float32, device=device),
-        )
+        knobs = FlowKnobs(torch.full((len(rows),), self._guidance), torch.tensor(jitter, dtype=torch.float32))
         with torch.inference_mode():
-            given = self._model.step(
-                [row.stream for row in rows], [row.inputs for row in rows], noise.to(device), knobs
-            )
+            given = self._model.step([row.stream for row in rows], [row.inputs for row in rows], noise, knobs)
+            both = torch.cat([given.latents.flatten(1), given.stopped[:, None]], dim=1)
         for number, row in enumerate(rows):
             # Also makes the noise of the next step, while a GPU still works on this one: 0.36 ms a row of Ming's size.
             row.take(given.feedback[number : number + 1])
-        latents, stopped = given.latents.cpu(), given.stopped.tolist()
+        # The one wait for the device. Its type is that of the latents, float32, and a stop is a 1.
+        both = both.cpu()
+        latents, stopped = both[:, :-1].reshape(given.latents.shape), both[:, -1].tolist()
         outputs = []
         for number, row in enumerate(rows):
             reason: Literal["stop", "length"] | None = "stop" if stopped[number] else "length" if row.is_full else None
             outputs.append(EngineOutput(row.id, (), reason, (), latents[number]))
             if reason is not None:
                 self._running.remove(row)
+                self._model.end(row.stream)
         return outputs
 
 
