@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,17 +26,18 @@ class AudioTower(nn.Module):
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
-        self.audio = _Encoder(config.audio_config.whisper_encoder_config)
+        self.sizes = config.audio_config.whisper_encoder_config
+        self.audio = _Encoder(self.sizes)
         self.linear_proj_audio = _projector(config)
         self._normalise = config.audio_config.norm_query_embeds
 
     @torch.inference_mode()
-    def layers(self, mels: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor] | None]:
+    def rows(self, mels: Sequence[np.ndarray]) -> Iterator[list[np.ndarray] | None]:
         """Gives None after each layer, and in the end the rows float32 [num_rows(frames), hidden] of each clip.
 
-        `mels` are [n_mels, frames], of 1 to `2 * n_ctx` frames. A clip has the same rows in any company.
+        `mels` are float32 [n_mels, frames], of 1 to `2 * n_ctx` frames. A clip has the same rows in any company.
         """
-        clips = [self.audio.inputs(mel) for mel in mels]
+        clips = [self.audio.inputs(torch.from_numpy(mel)) for mel in mels]
         lengths = [len(clip) for clip in clips]
         x = torch.cat(clips)
         for block in self.audio.blocks:
@@ -43,7 +45,7 @@ class AudioTower(nn.Module):
             yield None
         heard = self.audio.ln_post(x).split(lengths)
         rows = [self.linear_proj_audio(clip.T[None])[0].float() for clip in heard]
-        yield [F.normalize(each, dim=-1) for each in rows] if self._normalise else rows
+        yield [(F.normalize(each, dim=-1) if self._normalise else each).cpu().numpy() for each in rows]
 
 
 def num_rows(config: Audio, frames: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +16,13 @@ from torch import nn
 from omniflow.errors import WeightsError
 
 TowerT = TypeVar("TowerT", bound=nn.Module)
+
+
+def dtype_for(wanted: Literal["auto", "float32", "bfloat16"], device: str) -> torch.dtype:
+    """What a tower computes in: "auto" is bfloat16 on a GPU, as Ming's authors run it, and float32 on a CPU."""
+    if wanted == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    return torch.float32 if wanted == "float32" else torch.bfloat16
 
 
 def read_tensors(folder: Path, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:

@@ -20,9 +20,9 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> AudioTower:
 
 
 def rows_of(tower: AudioTower, mels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    *layers, rows = tower.layers(mels)
+    *layers, rows = tower.rows([mel.numpy() for mel in mels])
     assert layers == [None] * 3 and rows is not None
-    return rows
+    return [torch.from_numpy(each) for each in rows]
 
 
 def mel(frames: int, seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,151 @@
+"""Ming's audio encoder as an actor: clips in, inputs of the thinker out; clips of several requests pass together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from actors.catalogue import PACKAGED
+from actors.encoding import Recent, advance, bounded, digest_of
+from actors.mel import FFT_SIZE, HOP, SAMPLE_RATE_HZ, log_mel, mel_filters
+from actors.thinker import torch_device
+from omniflow.actor import Actor, batched
+from omniflow.errors import InvalidInputError, ProtocolError
+from omniflow.media import AudioFeatures, Waveforms
+from omniflow.weights import Weights, resolve
+
+if TYPE_CHECKING:
+    from actors.ming.audio_tower import AudioTower
+
+MAX_BATCH = 8
+"""Requests whose clips may pass together."""
+MAX_FRAMES = 12_000
+"""Mel frames of 10 ms in one pass, but for a longer clip, which goes alone: the memory of a pass is bounded by it."""
+
+
+class MingAudioEncoder(Actor):
+    """Hears with the audio tower of a Ming-flash-omni checkpoint: fills `AudioFeatures.rows`, one for each 40 ms.
+
+    Clips are heard whole, as Ming's processor has them; one of less than 12.6 ms is followed by silence up to 25 ms.
+    A clip has the same rows, within 1e-5 on a CPU, alone and beside others. The rows of recent clips are kept, up to
+    `cache_mb`. `dtype` auto is bfloat16 on a GPU and float32 on a CPU.
+
+    Raises InvalidInputError for a conversation of more than `max_seconds`, and for a clip that is longer than the
+    tower has positions for (300 s).
+    """
+
+    heavy = True
+    preload = ("torch", "safetensors.torch", "actors.ming.audio_tower")
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        device: str = "cpu",
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        threads: int = 1,
+        max_seconds: float = 600,
+        cache_mb: int = 256,
+    ) -> None:
+        self._weights = resolve(model, PACKAGED)
+        self._device = torch_device(device)
+        self._dtype = dtype
+        self._threads = threads
+        self._max_seconds = max_seconds
+        self._rows: Recent[np.ndarray] = Recent(cache_mb * 10**6, lambda rows: rows.nbytes)
+        self._tower: AudioTower
+        self._filters: np.ndarray
+        self._max_frames: int
+
+    def weights(self) -> Sequence[Weights]:
+        """The checkpoint."""
+        return (self._weights,)
+
+    async def setup(self) -> None:
+        """Load the tower, and run it once. Raises WeightsError where it cannot be loaded."""
+        await self.offload(self._load, self._weights.path())
+        await self._hear([await self.offload(self._mel, np.zeros(SAMPLE_RATE_HZ, np.float32))])
+
+    @batched(max_size=MAX_BATCH)
+    async def run(self, audio: list[Waveforms]) -> list[AudioFeatures]:
+        """See the class."""
+        heard_s = [self._checked_seconds(request) for request in audio]
+        digests = [[_digest(clip) for clip in request.samples] for request in audio]  # 0.1 ms for a second of sound
+        clips = {
+            digest: clip
+            for request, known_as in zip(audio, digests, strict=True)
+            for digest, clip in zip(known_as, request.samples, strict=True)
+        }
+        rows = await self._rows_of(clips)
+        return [
+            AudioFeatures(
+                index=request.index,
+                audio_s=seconds,
+                rows=np.concatenate([rows[digest] for digest in known_as]),
+                num_rows=tuple(len(rows[digest]) for digest in known_as),
+            )
+            for request, seconds, known_as in zip(audio, heard_s, digests, strict=True)
+        ]
+
+    async def _rows_of(self, clips: dict[bytes, np.ndarray]) -> dict[bytes, np.ndarray]:
+        known = {digest: self._rows.get(digest) for digest in clips}
+        found = {digest: rows for digest, rows in known.items() if rows is not None}
+        missing = {digest: len(clip) // HOP for digest, clip in clips.items() if digest not in found}
+        for batch in bounded(missing, MAX_FRAMES):
+            mels = [await self.offload(self._mel, clips[digest]) for digest in batch]
+            for digest, rows in zip(batch, await self._hear(mels), strict=True):
+                found[digest] = rows
+                self._rows.keep(digest, rows)
+        return found
+
+    async def _hear(self, mels: list[np.ndarray]) -> list[np.ndarray]:
+        passing = self._tower.rows(mels)
+        rows: list[np.ndarray] | None = None
+        while rows is None:
+            rows = await self.offload(advance, passing)
+        return rows
+
+    def _mel(self, clip: np.ndarray) -> np.ndarray:
+        if len(clip) <= FFT_SIZE // 2:  # it is mirrored at its ends, by as much
+            clip = np.pad(clip, (0, FFT_SIZE - len(clip)))
+        return log_mel(clip, self._filters)
+
+    def _checked_seconds(self, request: Waveforms) -> float:
+        if request.sample_rate_hz != SAMPLE_RATE_HZ:
+            raise ProtocolError(f"audio arrived at {request.sample_rate_hz} Hz, not at {SAMPLE_RATE_HZ} Hz")
+        seconds = sum(map(len, request.samples)) / SAMPLE_RATE_HZ
+        if seconds > self._max_seconds:
+            raise _invalid(
+                f"the conversation holds {seconds:.1f} s of audio; this model takes at most {self._max_seconds:g} s"
+            )
+        for number, clip in enumerate(request.samples, start=1):
+            if len(clip) // HOP > self._max_frames:
+                raise _invalid(
+                    f"audio clip {number} lasts {len(clip) / SAMPLE_RATE_HZ:.1f} s; this model takes at most "
+                    f"{self._max_frames * HOP / SAMPLE_RATE_HZ:g} s in one clip"
+                )
+        return seconds
+
+    def _load(self, folder: Path) -> None:
+        # Imports torch, so not at the top: a graph is checked and explained without it.
+        import torch
+
+        from actors.ming.audio_tower import load_audio_tower
+        from actors.ming.towers_weights import dtype_for
+
+        torch.set_num_threads(self._threads)
+        tower = load_audio_tower(folder)
+        self._filters = mel_filters(tower.sizes.n_mels)
+        self._max_frames = 2 * tower.sizes.n_ctx
+        self._tower = tower.to(self._device, dtype_for(self._dtype, self._device))
+
+
+def _digest(clip: np.ndarray) -> bytes:
+    return digest_of(np.ascontiguousarray(clip).data)
+
+
+def _invalid(message: str) -> InvalidInputError:
+    return InvalidInputError(message, param="messages")
