@@ -58,6 +58,10 @@ class Qwen2(msgspec.Struct, frozen=True):
             rope_theta=self.rope_parameters.rope_theta if self.rope_theta is None else self.rope_theta,
         )
 
+    def with_layers(self, count: int) -> Qwen2:
+        """The same with so many layers."""
+        return msgspec.structs.replace(self, num_hidden_layers=count)
+
     @property
     def windows(self) -> list[int | None]:
         """How many positions each layer sees, its own included; None: all."""

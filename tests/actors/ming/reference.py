@@ -26,6 +26,11 @@ def expected() -> dict[str, torch.Tensor]:
     return load_file(FIXTURES / "expected.safetensors")
 
 
+@functools.cache
+def voice() -> dict[str, torch.Tensor]:
+    return load_file(FIXTURES / "voice.safetensors")
+
+
 def apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """The largest difference, relative to the largest value."""
     assert got.shape == wanted.shape
