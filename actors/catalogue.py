@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from actors.ming import MING_TINY
 from actors.piper import PIPER_JOE
 from actors.smollm2 import SMOLLM2_135M_INSTRUCT
 from actors.tiny_talker import TINY_TALKER
@@ -9,6 +10,6 @@ from actors.whisper import WHISPER_TINY_EN
 from omniflow.weights import NamedWeights
 
 PACKAGED: dict[str, NamedWeights] = {
-    each.name: each for each in (SMOLLM2_135M_INSTRUCT, PIPER_JOE, WHISPER_TINY_EN, TINY_TALKER)
+    each.name: each for each in (SMOLLM2_135M_INSTRUCT, PIPER_JOE, WHISPER_TINY_EN, TINY_TALKER, MING_TINY)
 }
 """What `resolve` accepts beside `hf:owner/repo` and paths."""

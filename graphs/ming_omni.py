@@ -9,6 +9,10 @@ to be written down goes to `transcribe`.
 
 from actors.detokenize import Detokenize
 from actors.merge import Merge
+from actors.ming.merging import MingMerge
+from actors.ming.speaking import MingTalker
+from actors.ming.thinking import MingThinker
+from actors.ming.vocoder import MingVocoder
 from actors.piper.talker import PiperTalker
 from actors.piper.vocoder import PiperVocoder
 from actors.preprocess import Preprocess
@@ -29,7 +33,7 @@ from actors.thinker import Thinker
 from actors.tiny_talker.talker import TinyTalker
 from actors.whisper.scribe import WhisperScribe
 from actors.whisper.transcriber import WhisperTranscriber
-from omniflow import Budget, Graph, absent, bind, one_for_one
+from omniflow import CHECKPOINT, Budget, Checkpoint, Graph, absent, bind, one_for_one
 
 graph = Graph("ming_omni")
 preprocess = graph.stage("preprocess", PreprocessRole, near="thinker")
@@ -93,4 +97,24 @@ graph.profile(
     "embedded-vits",
     "the same, spoken by the Piper voice 'joe' itself, which is not autoregressive",
     **embedded | {"talker": vits_talker},
+)
+
+not_yet = absent("this profile does not hear or see yet")
+ming = {
+    "preprocess": bind(Preprocess, max_videos=4),
+    "audio_encoder": not_yet,
+    "image_encoder": not_yet,
+    "merge": bind(MingMerge, model=CHECKPOINT),
+    "detokenize": bind(Detokenize, model=CHECKPOINT),
+    "segment": bind(Segmenter),
+    "transcribe": absent("this model writes speech down in a chat: send the audio, and ask for its words"),
+}
+graph.profile(
+    "tiny",
+    "all of Ming-flash-omni-2.0 with tiny random weights, on a CPU: it answers, and speaks, without sense",
+    Checkpoint("ming-tiny", {"model_type": "bailingmm_moe_v2_lite", "llm_config.hidden_size": range(1, 1025)}),
+    **ming,
+    thinker=bind(MingThinker, model=CHECKPOINT, max_tokens=24, temperature=1.0, restart=again),
+    talker=bind(MingTalker, model=CHECKPOINT, restart=again),
+    vocoder=bind(MingVocoder, model=CHECKPOINT, restart=again),
 )

@@ -13,6 +13,7 @@ import anyio
 import msgspec
 import typer
 import typer.core
+from rich.console import Console
 from rich.text import Text
 
 from omniflow import __version__
@@ -23,8 +24,8 @@ from omniflow.cli.machine import memory_bytes, num_cores, this_machine
 from omniflow.cli.models import models_table, needs_everywhere, server_needs, weights_named
 from omniflow.cli.tables import cluster_text, output_console, plan_view, settings_table
 from omniflow.config import configure, set_layer
-from omniflow.errors import ConfigError, OmniflowError, StartError
-from omniflow.planner import Cluster, cluster_named
+from omniflow.errors import ConfigError, OmniflowError, StartError, WeightsError
+from omniflow.planner import Cluster, Plan, cluster_named
 from omniflow.planner import plan as make_plan
 from omniflow.process import runs_on_uvloop
 from omniflow.topology import reachable_outputs
@@ -139,7 +140,8 @@ def run(
             note = f"recording requests, with all that they send, to {record}"
             console.print(Text(note, style="yellow"), soft_wrap=True)
         console.print()
-        fetch(need.weights for need in [*needs_of(chosen.spec), *server_needs(plan)])
+        fetch(need.weights for need in needs_of(chosen.spec))
+        _fetch_for_server(plan, console)
         anyio.run(
             serving.serve_graph,
             plan,
@@ -298,6 +300,16 @@ def _cluster(name: str | None) -> Cluster:
     if name == "cpu":
         return cluster_named(name, cpu_cores=num_cores(), memory_bytes=memory_bytes())
     return cluster_named(name)
+
+
+def _fetch_for_server(plan: Plan, console: Console) -> None:
+    """What only some calls need does not keep the others from being served."""
+    for need in server_needs(plan):
+        try:
+            fetch([need.weights])
+        except WeightsError as error:
+            note = f"{', '.join(need.stages)} will find no turns by itself: {error}"
+            console.print(Text(note, style="yellow"), soft_wrap=True)
 
 
 def _headline(chosen: Chosen, cluster: Cluster) -> Text:
