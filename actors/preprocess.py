@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import io
-from typing import TYPE_CHECKING, TypeVar
+import functools
+from typing import TypeVar
 
 import numpy as np
 
+from actors.clip import Clip
 from actors.roles import Preprocessed
 from omniflow.actor import Actor
 from omniflow.errors import InvalidInputError, UnsupportedError
@@ -23,17 +24,8 @@ from omniflow.media import (
     Waveforms,
 )
 
-if TYPE_CHECKING:
-    import soundfile
-
 T = TypeVar("T")
 SAMPLE_RATE_HZ = 16_000
-BLOCK_FRAMES = 1 << 18
-"""Frames decoded in one step: 5.5 s at 48 kHz; a step takes at most 60 ms."""
-FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
-MAX_CHANNELS = 8
-_HEAD_BYTES = 4096
-MIN_RATE_HZ, MAX_RATE_HZ = 4_000, 384_000
 
 
 class Preprocess(Actor):
@@ -86,7 +78,8 @@ class Preprocess(Actor):
                 raise UnsupportedError(f"{where}: this model takes no video; {_TAKES}", param="messages")
 
     async def _decode(self, data: bytes, where: str, left_s: float) -> np.ndarray:
-        clip = await self.offload(_Clip, data, where)
+        opened = functools.partial(Clip, data, where=where, param="messages", sample_rate_hz=SAMPLE_RATE_HZ)
+        clip = await self.offload(opened)
         blocks: list[np.ndarray] = []
         while not clip.ended:
             blocks.append(await self.offload(clip.read_block))
@@ -122,73 +115,7 @@ class _Media:
         return Images(list(self.images.values()), tuple(self.images), tuple(self.videos)) if self.images else None
 
 
-class _Clip:
-    """An encoded clip that is decoded block by block."""
-
-    def __init__(self, data: bytes, where: str) -> None:
-        import soundfile
-        import soxr
-
-        self._where = where
-        if not data:
-            raise _invalid(f"{where}: the audio is empty (0 bytes)")
-        try:
-            self._file = _forwards(data)
-        except soundfile.LibsndfileError as error:
-            raise _invalid(f"{where}: the audio cannot be decoded ({error.error_string}); {_FORMATS_TAKEN}") from error
-        rate_hz, channels = self._file.samplerate, self._file.channels
-        if self._file.format not in FORMATS:
-            raise _invalid(f"{where}: audio in the format {self._file.format} is not taken; {_FORMATS_TAKEN}")
-        if not MIN_RATE_HZ <= rate_hz <= MAX_RATE_HZ or channels > MAX_CHANNELS:
-            raise _invalid(
-                f"{where}: audio of {rate_hz} Hz with {channels} channels is not taken; "
-                f"send {MIN_RATE_HZ} to {MAX_RATE_HZ} Hz and at most {MAX_CHANNELS} channels"
-            )
-        same = rate_hz == SAMPLE_RATE_HZ
-        self._resampler = None if same else soxr.ResampleStream(rate_hz, SAMPLE_RATE_HZ, 1, dtype="float32")
-        self.ended = False
-
-    def read_block(self) -> np.ndarray:
-        """The next samples, float32 [n], mono, 16 kHz."""
-        import soundfile
-
-        try:
-            frames = self._file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)
-        except soundfile.LibsndfileError as error:
-            raise _invalid(f"{self._where}: the audio is broken ({error.error_string})") from error
-        self.ended = len(frames) < BLOCK_FRAMES
-        mono: np.ndarray = frames.mean(axis=1)
-        if not np.isfinite(mono).all():
-            raise _invalid(f"{self._where}: the audio holds samples that are not numbers (NaN or infinite)")
-        mono = mono.clip(-1, 1)  # float files may hold anything up to 1e38, which no encoder survives
-        if self._resampler is not None:
-            mono = self._resampler.resample_chunk(mono, last=self.ended)
-        return mono
-
-
-def _forwards(data: bytes) -> soundfile.SoundFile:
-    """A sound file that is read from its begin to its end only.
-
-    soundfile seeks behind every read where it can, and libsndfile fails to at the end of a FLAC whose head, as that of
-    every streamed one, does not say how long it is.
-    """
-    import soundfile
-
-    class Forwards(soundfile.SoundFile):  # type: ignore[misc]  # it has no types
-        def seekable(self) -> bool:
-            return False
-
-    return Forwards(io.BytesIO(_with_a_size(data)))
-
-
-def _with_a_size(data: bytes) -> bytes:
-    """A WAV whose writer left 0 for a size that it did not know yet says "all that follows", as others do."""
-    at = data.find(b"data\0\0\0\0", 12, _HEAD_BYTES) if data[:4] == b"RIFF" else -1
-    return data if at < 0 else data[: at + 4] + b"\xff" * 4 + data[at + 8 :]
-
-
 _TAKES = "send text, audio or images"
-_FORMATS_TAKEN = "send wav, mp3, flac or ogg"
 
 
 def _invalid(message: str) -> InvalidInputError:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from actors.preprocess import BLOCK_FRAMES, Preprocess
+from actors.clip import BLOCK_FRAMES
+from actors.preprocess import Preprocess
 from actors.roles import Preprocessed
 from omniflow.errors import InvalidInputError, UnsupportedError
 from omniflow.media import (
