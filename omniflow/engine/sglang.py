@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import torch
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, refuse_kinds
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, check_kinds
+from omniflow.engine.group import ALONE, Ranks
+from omniflow.engine.places import Places
 from omniflow.engine.sglang_scheduler import Held, Progress, SteppedScheduler, Way, abort, build, close, submit
 from omniflow.errors import (
     ContextLengthError,
@@ -175,6 +177,7 @@ class SGLangEngine:
 
     def _submit(self, request: EngineRequest) -> None:
         running = _Running(request, f"{next(self._names):016x}", self._held(request))
+        places = Places(request.places, request.kinds)
         submit(
             self._scheduler,
             running.rid,
@@ -182,9 +185,12 @@ class SGLangEngine:
             self._way(request),
             embeds=request.embeds,
             positions=request.positions,
-            extra_key=_content(request),
+            # A prompt whose hidden states are all asked for must be computed: it shares no cache entry with any other.
+            extra_key=running.rid if request.hidden == "all" else _content(request, places),
             top_logprobs=request.sampling.top_logprobs,
             held=running.held,
+            places=places,
+            next_hidden={"all": 0, "last": len(request.ids) - 1, None: None}[request.hidden],
         )
         self._running[request.id] = running
         self._ids[running.rid] = request.id
@@ -225,7 +231,8 @@ class SGLangEngine:
         if not ids and reason is None:
             return []
         error = _error(running, progress) if reason == "abort" else None
-        return [EngineOutput(request_id, tuple(ids), reason, tuple(progress.logprobs[: len(ids)]), None, error)]
+        logprobs = tuple(progress.logprobs[: len(ids)])
+        return [EngineOutput(request_id, tuple(ids), reason, logprobs, None, error, progress.hidden)]
 
     def _new_ids(self, running: _Running, progress: Progress) -> tuple[list[int], Finish | None]:
         """The tokens that count of those that were drawn, and the finish reason where they end the request."""
@@ -263,7 +270,7 @@ class SGLangEngine:
             raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
         if not request.ids and not request.open:
             raise InvalidInputError("the prompt is empty: it needs at least 1 token", request_id=request.id)
-        refuse_kinds(request)
+        check_kinds(request, self._scheduler.knows_kinds)
         if request.stop and self._decode is None:
             raise ProtocolError("stop strings need an engine with `decode`", request_id=request.id)
         biased = [token for token, _ in request.sampling.logit_bias]
@@ -302,12 +309,16 @@ class SGLangEngine:
             )
 
 
-def _content(request: EngineRequest) -> str | None:
-    """A name for the embeddings in a prompt and their places; None where there are none."""
-    if request.embeds is None:
+def _content(request: EngineRequest, places: Places) -> str | None:
+    """A name for what of a prompt its tokens do not tell: embeddings, places, kinds. None where they tell it all."""
+    if request.embeds is None and places.plain:
         return None
-    content = hashlib.blake2b(repr(request.positions).encode(), digest_size=16)
-    content.update(request.embeds.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    tensors = [request.embeds, *((None, None) if places.plain else (request.places, request.kinds))]
+    shapes = [None if tensor is None else (str(tensor.dtype), *tensor.shape) for tensor in tensors]
+    content = hashlib.blake2b(repr((request.positions, shapes)).encode(), digest_size=16)
+    for tensor in tensors:
+        if tensor is not None:
+            content.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return content.hexdigest()
 
 
@@ -337,6 +348,7 @@ def load_engine(
     kv_tokens: int = 16384,
     dtype: str = "auto",
     deterministic: bool = False,
+    ranks: Ranks = ALONE,
     **more: Any,
 ) -> SGLangEngine:
     """An engine on the checkpoint in `folder`; call it in the thread that will call `step`.
@@ -348,7 +360,7 @@ def load_engine(
     torch.set_num_threads(threads)
     settings = server_settings(device, max_running, kv_tokens, deterministic)
     settings |= {"dtype": dtype, "model_path": str(folder)}
-    scheduler = build(SteppedScheduler, settings | more)
+    scheduler = build(SteppedScheduler, settings | more, ranks)
     return SGLangEngine(
         scheduler, decode=decode, grammars=grammars, max_waiting=max_waiting, deterministic=deterministic
     )

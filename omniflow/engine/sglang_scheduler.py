@@ -22,6 +22,8 @@ import torch
 os.environ.setdefault("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
 # Read by Triton: float32 is multiplied in three parts, 1e-6 from exact; its default is one part, 5e-4.
 os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
+# A ring with a name in /dev/shm, which nothing here reads: after kill -9 it would stay.
+os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
 if not torch.cuda.is_available():
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
@@ -37,6 +39,7 @@ from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from omniflow.engine.group import ALONE, Ranks, meet
 from omniflow.errors import RequestError, StartError
 from omniflow.media import TokenLogprob
 
@@ -277,9 +280,10 @@ class Way(NamedTuple):
     sampling_seed: int | None
 
 
-def build(kind: type[S], settings: dict[str, Any]) -> S:
+def build(kind: type[S], settings: dict[str, Any], ranks: Ranks = ALONE) -> S:
     """A scheduler with `settings`, by the names of SGLang's `ServerArgs`; call it in the thread that will step it.
 
+    With `ranks` it is one of several that compute together, each on a GPU of its own; it waits for the others.
     Raises StartError where this process has one already, or the device has no room for `max_total_tokens`.
     """
     if _version() < _OLDEST:
@@ -288,7 +292,10 @@ def build(kind: type[S], settings: dict[str, Any]) -> S:
         raise StartError("SGLang allows one engine in a process, and this process has one; isolate the stage")
     with contextlib.ExitStack() as stack:
         stack.callback(close)
-        scheduler = _construct(kind, ServerArgs(**settings))
+        server_args = ServerArgs(**settings, tp_size=ranks.size)
+        if ranks.size > 1:
+            meet(ranks, "nccl" if server_args.device == "cuda" else "gloo")
+        scheduler = _construct(kind, server_args, ranks.rank)
         scheduler.begin()
         wanted = settings["max_total_tokens"]
         if scheduler.kv_tokens() < wanted:
@@ -346,18 +353,18 @@ def close() -> None:
     cleanup_dist_env_and_memory()
 
 
-def _construct(kind: type[S], server_args: ServerArgs) -> S:
-    gpu: int = server_args.base_gpu_id
+def _construct(kind: type[S], server_args: ServerArgs, rank: int) -> S:
+    gpu: int = server_args.base_gpu_id + rank
     if _version() < _RANKS_IN_CONTEXT:
         ports = PortArgs.init_new(server_args)
         publish(server_args, role="scheduler")
-        ranks = {"tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None}
+        ranks = {"tp_rank": rank, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None}
         return kind(server_args, ports, gpu_id=gpu, **ranks)
     from sglang.srt.runtime_context import SpawnRanks
 
     server_args.resolve_once()
     ports = PortArgs.init_new(server_args)
-    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=gpu))
+    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=gpu))
     return kind(server_args, ports)
 
 
