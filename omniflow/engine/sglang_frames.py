@@ -18,7 +18,7 @@ import msgspec
 import torch
 from sglang.srt.models.registry import ModelRegistry
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, refuse_hidden
 from omniflow.engine.decoder import DecoderLayer, DecoderShape
 from omniflow.engine.frames import FrameModel, knobs_of
 from omniflow.engine.heads import FrameHead, Knobs, frame_noise
@@ -135,6 +135,10 @@ class SGLangFrameEngine(SGLangEngine):
 
     def _is_known(self, request_id: str) -> bool:
         return super()._is_known(request_id) or any(request.id == request_id for request in self._queue)
+
+    def _check(self, request: EngineRequest) -> None:
+        refuse_hidden(request)
+        super()._check(request)
 
     def _submit(self, request: EngineRequest) -> None:
         self._queue.append(request)

@@ -67,6 +67,31 @@ class Progress(NamedTuple):
 
 
 class Held(BaseGrammarObject):  # type: ignore[misc]
+    hidden: torch.Tensor | None = None
+    """[n, hidden] of the inputs that were computed since its last, where they are asked for."""
+
+
+class Aside:
+    """What SGLang does not carry of a request: its `places`, and which input's hidden state is told next (None: none).
+
+    `hidden` are those that are computed and not told.
+    """
+
+    def __init__(self, places: Places, next_hidden: int | None) -> None:
+        self.places = places
+        self.next_hidden = next_hidden
+        self.hidden: list[torch.Tensor] = []
+
+    def told(self) -> torch.Tensor | None:
+        """The hidden states to tell now."""
+        if not self.hidden:
+            return None
+        hidden, self.hidden = self.hidden[0] if len(self.hidden) == 1 else torch.cat(self.hidden), []
+        if hidden.is_cuda:
+            # Whoever reads them does so in the default stream: their memory is not used again before it has.
+            torch.cuda.current_stream().synchronize()
+            hidden.record_stream(torch.cuda.default_stream(hidden.device))
+        return hidden
     """The grammar of one answer, as SGLang asks for it: masks are bool [batch, vocab], True for what may not come."""
 
     def __init__(self, matcher: Matcher, end_ids: frozenset[int]) -> None:
@@ -125,6 +150,8 @@ class Outbox:
         self.frames: torch.Tensor | None = None
         """Those of the batch whose results come next, int64 [batch, num_codes]."""
 
+        self.asides: dict[str, Aside] = {}
+        """By request, until its end is told."""
     def stream_output(self, reqs: list[Any], return_logprob: bool, skip_req: Any = None) -> None:
         """Called by SGLang with the requests of a batch whose results are in. `skip_req` still reads its prompt."""
         for place, req in enumerate(reqs):
@@ -137,7 +164,10 @@ class Outbox:
             finish = req.finished_reason.to_json() if req.finished_reason else None
             logprobs = _logprobs(req, start, len(ids)) if req.return_logprob else []
             frames = None if self.frames is None else self.frames[place : place + 1]
-            self.progress.append(Progress(req.rid, list(ids[start:]), finish, logprobs, frames))
+            hidden = self.asides[req.rid].told()
+            self.progress.append(Progress(req.rid, list(ids[start:]), finish, logprobs, frames, hidden))
+            if req.finished_output:
+                del self.asides[req.rid]
 
     def send_output(self, output: object, recv_obj: Any = None) -> None:
         """Called by SGLang for a request that it drops before it ran."""
@@ -145,6 +175,7 @@ class Outbox:
             self.progress.append(Progress(output.rid, [], output.finished_reason or {"type": "abort"}, []))
 
 
+            self.asides.pop(output.rid, None)
 def _logprobs(req: Any, start: int, end: int) -> list[TokenLogprob]:
     found, span = req.logprob, slice(start, end)
     ids, values = found.output_token_logprobs_idx[span], found.output_token_logprobs_val[span]
@@ -181,8 +212,22 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         self.output_streamer = self.outbox
 
     def init_all_cuda_graphs(self) -> None:
-        model = self.tp_worker.model_runner.model
+        model = self.model
+        self._asks_hidden = False
+        for name, child in model.named_children():
+            if name == "logits_processor":
+                child.register_forward_hook(self._show_hidden)
         if self.model_config.dtype == torch.float32 and torch.cuda.is_available():
+    @property
+    def model(self) -> Any:
+        """The model that it runs."""
+        return self.tp_worker.model_runner.model
+
+    @property
+    def knows_kinds(self) -> bool:
+        """True where its model takes inputs of several kinds, at places."""
+        return isinstance(self.model, PlacedModel)
+
             _use_plain_operators(model)
         super().init_all_cuda_graphs()
 
@@ -214,6 +259,42 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
     @DynamicGradMode()  # type: ignore[untyped-decorator]
     def step(self) -> list[Progress]:
         """Run one batch; what requests got by it, or by the batch before it."""
+    def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """As SGLang's. Tells the model where inputs of prompts are, and takes hidden states before others follow."""
+        asides = [self.outbox.asides.get(req.rid) for req in batch.reqs]
+        self._asks_hidden = any(aside is not None and aside.next_hidden is not None for aside in asides)
+        if self.knows_kinds and batch.forward_mode.is_extend():
+            self._read_places(batch, asides)
+        result = super().run_batch(batch, *args, **kwargs)
+        result.hidden = []
+        if self._asks_hidden:
+            with self.forward_stream_ctx if self.enable_overlap else contextlib.nullcontext():
+                result.hidden = _taken(result.logits_output.hidden_states, batch, asides)
+                result.hidden_taken = self.forward_stream.record_event() if self.enable_overlap else None
+        return result
+
+    def _read_places(self, batch: Any, asides: list[Aside | None]) -> None:
+        rows, spans = batch.req_pool_indices_cpu.tolist(), _spans(batch)
+        known = [aside for aside in asides if aside is not None]
+        told = [(row, aside.places, *at) for row, aside, at in zip(rows, known, spans, strict=True)]
+        for tensor in self.model.read(told):
+            if self.enable_overlap:
+                tensor.record_stream(self.forward_stream)
+
+    def process_batch_result(self, batch: Any, result: Any) -> None:
+        """As SGLang's; what it hands out has hidden states."""
+        if result.hidden and self.enable_overlap:
+            result.hidden_taken.synchronize()
+        for aside, hidden in result.hidden:
+            aside.hidden.append(hidden)
+        super().process_batch_result(batch, result)
+
+    def _show_hidden(self, processor: torch.nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        """Called by SGLang's maker of logits: lets what it has read come out with them. CUDA graphs hold it anyway."""
+        _, hidden, _, batch, *_ = given
+        if self._asks_hidden or batch.forward_mode.is_decode():
+            output.hidden_states = hidden
+
         if _needs_last_tokens(self.running_batch) or _needs_last_tokens(self.last_batch):
             self._process_pending()
         plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
@@ -249,6 +330,28 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
 def _needs_last_tokens(batch: Any) -> bool:
     """Whether a request in `batch` has penalties: with overlap SGLang would count each of its tokens a step late."""
     info = batch.sampling_info if batch is not None else None
+def _spans(batch: Any) -> list[tuple[int, int]]:
+    """Of each request of a batch that reads prompts: which of its inputs are computed."""
+    return [(start, start + size) for start, size in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+
+
+def _taken(hidden: torch.Tensor, batch: Any, asides: list[Aside | None]) -> list[tuple[Aside, torch.Tensor]]:
+    """Copies of those of [n, hidden] that are asked for: a CUDA graph's next step writes over its own."""
+    reads = batch.forward_mode.is_extend()
+    if not reads:
+        hidden = hidden.clone()
+    taken, offset = [], 0
+    for aside, (start, end) in zip(asides, _spans(batch) if reads else [(0, 1)] * len(asides), strict=True):
+        if aside is not None and aside.next_hidden is not None:
+            first = max(aside.next_hidden, start) if reads else start
+            if first < end:
+                rows = hidden[offset + first - start : offset + end - start]
+                taken.append((aside, rows.clone() if reads else rows))
+                aside.next_hidden = end if reads else aside.next_hidden + 1
+        offset += end - start
+    return taken
+
+
     penalties = info.penalizer_orchestrator if info is not None else None
     return penalties is not None and bool(penalties.is_required)
 
@@ -318,10 +421,13 @@ def submit(
 ) -> None:
     """Queue a request.
 
+    places: Places | None = None,
+    next_hidden: int | None = None,
     `embeds` take the place of token embeddings at `positions`; `extra_key` keeps it apart in the prefix cache.
     """
     sampling = SamplingParams(**way._asdict())
     sampling.normalize(None)
+    `next_hidden` is the first input whose hidden state is asked for.
     request = TokenizedGenerateReqInput(
         rid=rid,
         input_text=None,
@@ -341,6 +447,7 @@ def submit(
     scheduler.process_input_requests([request])
     if held is not None:
         scheduler.waiting_queue[-1].grammar = held
+    scheduler.outbox.asides[rid] = Aside(places or Places(None, None), next_hidden)
 
 
 def abort(scheduler: SteppedScheduler, rid: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import torch
 
@@ -264,3 +265,49 @@ async def test_the_loop_drives_it_and_a_reader_that_leaves_aborts(
     await loop.close()
     drain(engine)
     assert engine.stats().kv_tokens_used == 0
+
+
+@pytest.mark.parametrize("which", ["last", "all"])
+def test_hidden_states_are_those_of_the_reference(
+    engine: SGLangEngine, reference: TransformersEngine, which: str
+) -> None:
+    asked = [
+        msgspec.structs.replace(greedy(f"h{length}", prompt(length, length), max_tokens=6), hidden=which)
+        for length in (150, 9, 70)  # the first is read in 3 chunks
+    ]
+    others = [greedy(str(number), prompt(30 + number, number), max_tokens=3 + number) for number in range(3)]
+    for _ in range(2):  # the second time its prompts are in the prefix cache
+        ours, theirs = run(engine, [*asked[:1], *others, *asked[1:]]), run(reference, asked)
+        for each in asked:
+            assert_same(ours[each.id], theirs[each.id])
+            mine, wanted = (torch.cat([output.hidden for output in given[each.id]]) for given in (ours, theirs))
+            first = len(each.ids) if which == "all" else 1
+            assert [len(output.hidden) for output in ours[each.id]] == [first, 1, 1, 1, 1, 1]
+            assert (mine.cpu() - wanted)[:first].abs().max() < (1e-2 if GPU else 1e-4)
+            if ids_of(ours[each.id]) == ids_of(theirs[each.id]):
+                assert (mine.cpu() - wanted).abs().max() < (1e-2 if GPU else 1e-4)
+        assert all(output.hidden is None for each in others for output in ours[each.id])
+
+
+def test_hidden_states_go_to_whom_they_belong_while_others_leave(engine: SGLangEngine) -> None:
+    def hidden(id: str, outputs: dict[str, list[EngineOutput]]) -> torch.Tensor:
+        return torch.cat([output.hidden for output in outputs[id]])
+
+    asked = [
+        msgspec.structs.replace(
+            request(str(number), prompt(6 + number, number), max_tokens=3 + 2 * number), hidden="last"
+        )
+        for number in range(5)
+    ]
+    together = run(engine, asked)
+    for each in asked:
+        alone = run(engine, [each])
+        assert hidden(each.id, together).shape == (each.sampling.max_tokens, HIDDEN)
+        if ids_of(alone[each.id]) == ids_of(together[each.id]):
+            assert (hidden(each.id, alone) - hidden(each.id, together)).abs().max() < (1e-2 if GPU else 1e-4)
+    assert not engine._scheduler.outbox.asides
+
+
+def test_places_are_refused_by_a_model_of_one_kind(engine: SGLangEngine) -> None:
+    with pytest.raises(ProtocolError, match="places need a model of several kinds"):
+        engine.start(msgspec.structs.replace(request("p", [1, 2]), places=torch.zeros(3, 2, dtype=torch.long)))
