@@ -20,7 +20,7 @@ from actors.ming.weights import AUDIO_VAE, load, part
 from actors.streaming_decoder import StreamingDecoder
 from omniflow.errors import ContextLengthError, WeightsError
 
-_OVERLAP = 4
+OVERLAP = 4
 """Frames that sound at the same time: a window is as many hops long."""
 _MAX_MAGNITUDE = 100.0
 
@@ -46,30 +46,33 @@ class AudioVaeDecoder(nn.Module, StreamingDecoder[AudioStream]):
     """
 
     channels = 1
-    _window: torch.Tensor
-    _weights: torch.Tensor
+    window: torch.Tensor
+    """[overlap * hop]: of a frame's wave."""
+    weights: torch.Tensor
+    """[ratio, 1]: where the frames between two latents are."""
 
     def __init__(self, config: AudioVae) -> None:
         super().__init__()
         decoder, ratio = config.dec_kwargs, max(1, config.patch_size)
-        self._backbone = decoder.backbone
-        self._hop, self._ratio = decoder.output_dim, ratio
-        self._edge = (_OVERLAP - 1) * self._hop // 2
+        self.backbone = decoder.backbone
+        self.hop, self.ratio = decoder.output_dim, ratio
+        """Samples per frame, and frames per latent."""
+        self.edge = (OVERLAP - 1) * self.hop // 2
         """Samples that are cut off at the front, and as many at the end."""
-        self._first = (ratio + 1) // 2
+        self.first = (ratio + 1) // 2
         """Frames of a latent that do not look at the next one."""
-        self.sample_rate_hz, self.samples_per_frame = config.sample_rate, ratio * self._hop
+        self.sample_rate_hz, self.samples_per_frame = config.sample_rate, ratio * self.hop
         self.latent_dim = decoder.latent_dim
         self.max_latents = decoder.backbone.max_position_embeddings // ratio
         # Half a latent, and as much of the last frames as is cut off at the front.
-        self.holdback = -(-(2 * (ratio - self._first) + _OVERLAP - 1) // (2 * ratio))
+        self.holdback = -(-(2 * (ratio - self.first) + OVERLAP - 1) // (2 * ratio))
         hidden = decoder.backbone.hidden_size
         self.fc1 = nn.Linear(decoder.latent_dim, hidden)
         self.decoder = Qwen2Decoder(decoder.backbone.shape)
-        self.head = nn.ModuleDict({"out": nn.Linear(hidden, _OVERLAP * self._hop + 2)})
-        self.register_buffer("_window", torch.hann_window(_OVERLAP * self._hop), persistent=False)
+        self.head = nn.ModuleDict({"out": nn.Linear(hidden, OVERLAP * self.hop + 2)})
+        self.register_buffer("window", torch.hann_window(OVERLAP * self.hop), persistent=False)
         places = torch.arange(ratio) + (1.0 if ratio % 2 else 0.5)
-        self.register_buffer("_weights", (places / ratio)[:, None], persistent=False)
+        self.register_buffer("weights", (places / ratio)[:, None], persistent=False)
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Take the decoder's weights of a checkpoint, its own folder's or those under `audio.`. Raises WeightsError."""
@@ -80,8 +83,8 @@ class AudioVaeDecoder(nn.Module, StreamingDecoder[AudioStream]):
 
     def init(self) -> AudioStream:
         """The state of a new stream."""
-        tails = self._window.new_zeros(2, _OVERLAP - 1, self._hop)
-        return AudioStream(KeyValues(self._backbone), tails, self._edge)
+        tails = self.window.new_zeros(2, OVERLAP - 1, self.hop)
+        return AudioStream(KeyValues(self.backbone), tails, self.edge)
 
     def step(self, state: AudioStream, frames: np.ndarray, last: bool) -> np.ndarray:
         """See `StreamingDecoder.step`. Raises ContextLengthError for a stream of more than `max_latents`."""
@@ -98,15 +101,18 @@ class AudioVaeDecoder(nn.Module, StreamingDecoder[AudioStream]):
             raise ContextLengthError(
                 f"{longest} latents in one segment; at most {self.max_latents} fit: begin a new stream"
             )
-        latents = torch.from_numpy(np.concatenate(frames, dtype=np.float32)).to(self._window.device)
+        latents = torch.from_numpy(np.concatenate(frames, dtype=np.float32)).to(self.window.device)
         embedded = torch.split(self.fc1(latents), sizes)
         spread = [self._spread(*each) for each in zip(states, embedded, last, strict=True)]
-        waves = [self._window.new_zeros(0, len(self._window))] * len(states)
+        waves = [self.window.new_zeros(0, len(self.window))] * len(states)
         if any(map(len, spread)):
             waves = self._waves([state.past for state in states], spread)
         sounds = [self._sound(*each) for each in zip(states, waves, last, strict=True)]
         samples: np.ndarray = torch.cat(sounds).cpu().numpy()
         return np.split(samples, np.cumsum([len(each) for each in sounds])[:-1])
+
+    def end(self, state: AudioStream) -> None:
+        """A stream that takes no more steps leaves nothing behind."""
 
     def _spread(self, state: AudioStream, latents: torch.Tensor, last: bool) -> torch.Tensor:
         """The frames [n * ratio, hidden] on the lines between the latents [n, hidden], level before the first."""
@@ -115,11 +121,11 @@ class AudioVaeDecoder(nn.Module, StreamingDecoder[AudioStream]):
         if not len(known):
             return known
         start, end = known[:-1, None], known[1:, None]
-        frames = [torch.lerp(start, end, self._weights).flatten(0, 1)]
+        frames = [torch.lerp(start, end, self.weights).flatten(0, 1)]
         if state.latent is None:
-            frames.insert(0, known[:1].expand(self._first, -1))
+            frames.insert(0, known[:1].expand(self.first, -1))
         if last:
-            frames.append(known[-1:].expand(self._ratio - self._first, -1))
+            frames.append(known[-1:].expand(self.ratio - self.first, -1))
         state.latent = known[-1:].clone()
         return torch.cat(frames)
 
@@ -128,22 +134,26 @@ class AudioVaeDecoder(nn.Module, StreamingDecoder[AudioStream]):
         sizes = [len(each) for each in inputs]
         there = [number for number, size in enumerate(sizes) if size]
         hidden = step(self.decoder, [pasts[number] for number in there], [inputs[number] for number in there])
-        magnitude, phase = self.head["out"](torch.cat(hidden)).chunk(2, dim=-1)
+        return list(torch.split(self.waves(torch.cat(hidden)), sizes))
+
+    def waves(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The waves [..., overlap * hop] of frames, float32, of what the backbone gave them."""
+        magnitude, phase = self.head["out"](hidden).float().chunk(2, dim=-1)
         spectrum = torch.polar(magnitude.exp().clamp(max=_MAX_MAGNITUDE), phase)
-        waves = torch.fft.irfft(spectrum, len(self._window)) * self._window
-        return list(torch.split(waves, sizes))
+        waves: torch.Tensor = torch.fft.irfft(spectrum, len(self.window)) * self.window
+        return waves
 
     def _sound(self, state: AudioStream, waves: torch.Tensor, last: bool) -> torch.Tensor:
         """The samples that the next `waves` make certain."""
-        count, size = len(waves), (_OVERLAP, self._hop)
-        parts = torch.stack([waves, self._window.square().expand_as(waves)]).reshape(2, count, *size)
-        sums = waves.new_zeros(2, count + _OVERLAP - 1, self._hop)
-        sums[:, : _OVERLAP - 1] = state.tails
-        for offset in range(_OVERLAP):
+        count, size = len(waves), (OVERLAP, self.hop)
+        parts = torch.stack([waves, self.window.square().expand_as(waves)]).reshape(2, count, *size)
+        sums = waves.new_zeros(2, count + OVERLAP - 1, self.hop)
+        sums[:, : OVERLAP - 1] = state.tails
+        for offset in range(OVERLAP):
             sums[:, offset : offset + count] += parts[:, :, offset]
         state.tails = sums[:, count:].clone()
         sound, weight = (sums if last else sums[:, :count]).flatten(1)
-        stop = len(sound) - self._edge if last else len(sound)
+        stop = len(sound) - self.edge if last else len(sound)
         skip = min(state.skip, stop)
         state.skip -= skip
         samples: torch.Tensor = sound[skip:stop] / weight[skip:stop]

@@ -222,7 +222,7 @@ class SlottedFlow:
         positions = self._positions[:count].clamp(max=self._cache.positions - 1)[:, None]
         slots = torch.arange(count, device=positions.device)
         shape, length = self._model.shape, self._cache.positions
-        mask = self._cache.mask(positions, None, None, shape.num_attention_heads // shape.num_key_value_heads, length)
+        mask = self._cache.mask(positions, 0, None, shape.num_attention_heads // shape.num_key_value_heads, length)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return self._cache.attend(

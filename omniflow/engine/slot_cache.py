@@ -34,17 +34,15 @@ class SlotCache:
         self.keys[:, target] = self.keys[:, source]
         self.values[:, target] = self.values[:, source]
 
-    def mask(
-        self, positions: torch.Tensor, first: torch.Tensor | None, window: int | None, repeats: int, length: int
-    ) -> torch.Tensor:
+    def mask(self, positions: torch.Tensor, first: int, window: int | None, repeats: int, length: int) -> torch.Tensor:
         """What is added to the scores of inputs at `positions` [batch, n]: [batch, 1, n * repeats, length].
 
-        Each sees itself and what came before, from position `first` [batch] on, and of that no more than `window`.
+        Each sees itself, and what came before from position `first` on, no more than `window` with itself.
         """
         places, own = self._places[:length], positions[..., None]
         sees = places <= own
-        if first is not None:
-            sees &= places >= first[:, None, None]
+        if first:
+            sees &= (places >= first) | (places == own)
         if window is not None:
             sees &= places > own - window
         mask = torch.zeros(sees.shape, dtype=self.keys.dtype, device=sees.device).masked_fill_(~sees, -torch.inf)
