@@ -14,7 +14,8 @@ from transformers import WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from actors.ming.audio_tower import AudioTower
-from actors.ming.towers_config import AudioConfig
+from actors.ming.towers_config import AudioConfig, Pixels, VisionConfig
+from actors.ming.vision_tower import VisionTower, unused_weights
 
 HIDDEN = 48
 AUDIO: dict[str, Any] = {
@@ -23,7 +24,31 @@ AUDIO: dict[str, Any] = {
     "ds_stride": 2,
     "norm_query_embeds": True,
 }
-CONFIG: dict[str, Any] = {"llm_config": {"hidden_size": HIDDEN}, "mlp_depth": 2, "audio_config": AUDIO}
+VISION: dict[str, Any] = {
+    "model_type": "qwen3_moe_vit",
+    "depth": 4,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 40,
+    "num_position_embeddings": 49,
+    "deepstack_visual_indexes": [1, 2],
+}
+CONFIG: dict[str, Any] = {
+    "llm_config": {"hidden_size": HIDDEN},
+    "mlp_depth": 2,
+    "audio_config": AUDIO,
+    "vision_config": VISION,
+}
+PIXELS: dict[str, Any] = {
+    "min_pixels": 8 * 8 * 4,
+    "max_pixels": 8 * 8 * 80,
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.3, 0.2, 0.25],
+}
 
 
 def audio_config(**changes: object) -> AudioConfig:
@@ -31,6 +56,10 @@ def audio_config(**changes: object) -> AudioConfig:
 
 
 NORMS = tuple(f"{name}.weight" for name in ("attn_ln", "mlp_ln", "ln_post", "norm1", "norm2", "norm"))
+
+
+def vision_config() -> VisionConfig:
+    return msgspec.convert(CONFIG, VisionConfig)
 
 
 def random_tower(tower: nn.Module, seed: int = 0) -> nn.Module:
@@ -44,10 +73,17 @@ def random_tower(tower: nn.Module, seed: int = 0) -> nn.Module:
 
 def write_towers(folder: Path, seed: int = 0) -> Path:
     """config.json and the weights of the towers, beside one that belongs to the thinker."""
-    weights = random_tower(AudioTower(audio_config()), seed).state_dict()
-    save_file(weights, folder / "model-00002-of-00002.safetensors")
-    save_file({"model.model.norm.weight": torch.ones(HIDDEN)}, folder / "model-00001-of-00002.safetensors")
+    config, random = vision_config(), torch.Generator().manual_seed(seed)
+    unused = {
+        name: torch.randn(shape, generator=random) for name, shape in unused_weights(config.vision_config).items()
+    }
+    thinker = {"model.model.norm.weight": torch.ones(HIDDEN)}
+    vision = random_tower(VisionTower(config, Pixels()), seed).state_dict()
+    save_file(vision | unused | thinker, folder / "model-00001-of-00002.safetensors")
+    audio = random_tower(AudioTower(audio_config()), seed).state_dict()
+    save_file(audio, folder / "model-00002-of-00002.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
     return folder
 
 
