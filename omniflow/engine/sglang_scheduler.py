@@ -40,6 +40,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from omniflow.engine.group import ALONE, Ranks, meet
+from omniflow.engine.places import Places
+from omniflow.engine.sglang_models.placed import PlacedModel
 from omniflow.errors import RequestError, StartError
 from omniflow.media import TokenLogprob
 
@@ -64,9 +66,6 @@ class Progress(NamedTuple):
     logprobs: list[TokenLogprob]
     frames: torch.Tensor | None = None
     """int64 [1, num_codes], where the model makes frames."""
-
-
-class Held(BaseGrammarObject):  # type: ignore[misc]
     hidden: torch.Tensor | None = None
     """[n, hidden] of the inputs that were computed since its last, where they are asked for."""
 
@@ -92,6 +91,9 @@ class Aside:
             torch.cuda.current_stream().synchronize()
             hidden.record_stream(torch.cuda.default_stream(hidden.device))
         return hidden
+
+
+class Held(BaseGrammarObject):  # type: ignore[misc]
     """The grammar of one answer, as SGLang asks for it: masks are bool [batch, vocab], True for what may not come."""
 
     def __init__(self, matcher: Matcher, end_ids: frozenset[int]) -> None:
@@ -147,11 +149,11 @@ class Outbox:
 
     def __init__(self) -> None:
         self.progress: list[Progress] = []
+        self.asides: dict[str, Aside] = {}
+        """By request, until its end is told."""
         self.frames: torch.Tensor | None = None
         """Those of the batch whose results come next, int64 [batch, num_codes]."""
 
-        self.asides: dict[str, Aside] = {}
-        """By request, until its end is told."""
     def stream_output(self, reqs: list[Any], return_logprob: bool, skip_req: Any = None) -> None:
         """Called by SGLang with the requests of a batch whose results are in. `skip_req` still reads its prompt."""
         for place, req in enumerate(reqs):
@@ -172,10 +174,10 @@ class Outbox:
     def send_output(self, output: object, recv_obj: Any = None) -> None:
         """Called by SGLang for a request that it drops before it ran."""
         if isinstance(output, AbortReq):
+            self.asides.pop(output.rid, None)
             self.progress.append(Progress(output.rid, [], output.finished_reason or {"type": "abort"}, []))
 
 
-            self.asides.pop(output.rid, None)
 def _logprobs(req: Any, start: int, end: int) -> list[TokenLogprob]:
     found, span = req.logprob, slice(start, end)
     ids, values = found.output_token_logprobs_idx[span], found.output_token_logprobs_val[span]
@@ -211,13 +213,6 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
     def init_output_streamer(self) -> None:
         self.output_streamer = self.outbox
 
-    def init_all_cuda_graphs(self) -> None:
-        model = self.model
-        self._asks_hidden = False
-        for name, child in model.named_children():
-            if name == "logits_processor":
-                child.register_forward_hook(self._show_hidden)
-        if self.model_config.dtype == torch.float32 and torch.cuda.is_available():
     @property
     def model(self) -> Any:
         """The model that it runs."""
@@ -228,6 +223,13 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         """True where its model takes inputs of several kinds, at places."""
         return isinstance(self.model, PlacedModel)
 
+    def init_all_cuda_graphs(self) -> None:
+        model = self.model
+        self._asks_hidden = False
+        for name, child in model.named_children():
+            if name == "logits_processor":
+                child.register_forward_hook(self._show_hidden)
+        if self.model_config.dtype == torch.float32 and torch.cuda.is_available():
             _use_plain_operators(model)
         super().init_all_cuda_graphs()
 
@@ -256,9 +258,6 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
         return self.kv_tokens() - int(free)
 
-    @DynamicGradMode()  # type: ignore[untyped-decorator]
-    def step(self) -> list[Progress]:
-        """Run one batch; what requests got by it, or by the batch before it."""
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """As SGLang's. Tells the model where inputs of prompts are, and takes hidden states before others follow."""
         asides = [self.outbox.asides.get(req.rid) for req in batch.reqs]
@@ -295,6 +294,9 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         if self._asks_hidden or batch.forward_mode.is_decode():
             output.hidden_states = hidden
 
+    @DynamicGradMode()  # type: ignore[untyped-decorator]
+    def step(self) -> list[Progress]:
+        """Run one batch; what requests got by it, or by the batch before it."""
         if _needs_last_tokens(self.running_batch) or _needs_last_tokens(self.last_batch):
             self._process_pending()
         plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
@@ -327,9 +329,6 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
             self.process_batch_result(*self.result_queue.popleft())
 
 
-def _needs_last_tokens(batch: Any) -> bool:
-    """Whether a request in `batch` has penalties: with overlap SGLang would count each of its tokens a step late."""
-    info = batch.sampling_info if batch is not None else None
 def _spans(batch: Any) -> list[tuple[int, int]]:
     """Of each request of a batch that reads prompts: which of its inputs are computed."""
     return [(start, start + size) for start, size in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
@@ -352,6 +351,9 @@ def _taken(hidden: torch.Tensor, batch: Any, asides: list[Aside | None]) -> list
     return taken
 
 
+def _needs_last_tokens(batch: Any) -> bool:
+    """Whether a request in `batch` has penalties: with overlap SGLang would count each of its tokens a step late."""
+    info = batch.sampling_info if batch is not None else None
     penalties = info.penalizer_orchestrator if info is not None else None
     return penalties is not None and bool(penalties.is_required)
 
@@ -418,16 +420,16 @@ def submit(
     extra_key: str | None = None,
     top_logprobs: int | None = None,
     held: Held | None = None,
+    places: Places | None = None,
+    next_hidden: int | None = None,
 ) -> None:
     """Queue a request.
 
-    places: Places | None = None,
-    next_hidden: int | None = None,
     `embeds` take the place of token embeddings at `positions`; `extra_key` keeps it apart in the prefix cache.
+    `next_hidden` is the first input whose hidden state is asked for.
     """
     sampling = SamplingParams(**way._asdict())
     sampling.normalize(None)
-    `next_hidden` is the first input whose hidden state is asked for.
     request = TokenizedGenerateReqInput(
         rid=rid,
         input_text=None,
@@ -444,10 +446,10 @@ def submit(
         positional_embed_overrides=None if embeds is None else PositionalEmbeds(embeds, list(positions)),
         extra_key=extra_key,
     )
+    scheduler.outbox.asides[rid] = Aside(places or Places(None, None), next_hidden)
     scheduler.process_input_requests([request])
     if held is not None:
         scheduler.waiting_queue[-1].grammar = held
-    scheduler.outbox.asides[rid] = Aside(places or Places(None, None), next_hidden)
 
 
 def abort(scheduler: SteppedScheduler, rid: str) -> None:
