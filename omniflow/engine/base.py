@@ -70,18 +70,29 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     hidden: Literal["last", "all"] | None = None
     """Which hidden states its outputs have: of the input that each token is drawn from, or of the prompt's others too.
     A prompt that asks for all is computed anew, whatever the engine has of it."""
+    before: torch.Tensor | None = None
+    """For a flow head: latents float32 [n, latent_dim] of sound that comes before what it is to make. Their feedback
+    follows the prompt, as if it had made them."""
     urgent: bool = False
     """Someone waits for its first output in silence: an engine may let it run before others that wait."""
 
 
+def refuse_before(request: EngineRequest) -> None:
+    """For engines without a flow head. Raises ProtocolError for latents before."""
+    if request.before is not None:
+        raise ProtocolError("latents before it need an engine with a flow head", request_id=request.id)
+
+
 def refuse_kinds(request: EngineRequest) -> None:
     """For engines whose models know one kind of input only. Raises ProtocolError for `places` and `kinds`."""
+    refuse_before(request)
     if request.places is not None or request.kinds is not None:
         raise ProtocolError("places and kinds need a model of several kinds", request_id=request.id)
 
 
 def check_kinds(request: EngineRequest, known: bool) -> None:
     """Raises ProtocolError where `places` or `kinds` do not fit the prompt, or its model knows no kinds."""
+    refuse_before(request)
     length = len(request.ids)
     for name, given, shape in (("places", request.places, (3, length)), ("kinds", request.kinds, (length,))):
         if given is None:

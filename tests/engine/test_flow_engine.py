@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -9,7 +10,7 @@ from omniflow.engine.flow import FlowKnobs, flow_noise
 from omniflow.engine.flow_engine import FlowEngine
 from omniflow.engine.linear import pack_linears
 from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, ProtocolError
-from tests.actors.ming.reference import CONFIG, weights
+from tests.actors.ming.reference import CONFIG, apart, voice, weights
 
 PROMPTS = {"a": [3, 14, 15, 9, 26], "b": [5, 35], "c": [8, 9, 7, 9, 3, 2, 3, 8]}
 
@@ -57,6 +58,44 @@ def test_it_is_the_models_steps_with_the_noise_of_the_seed(model: TalkerModel) -
         given = model.step([stream], [inputs], noise, FlowKnobs(*(torch.tensor([each]) for each in knobs)))
         assert output.frames is not None and torch.equal(output.frames, given.latents[0])
         inputs = given.feedback
+
+
+def test_it_goes_on_after_a_recording_as_the_reference_does() -> None:
+    """A row of a speaker in the prompt, three of a recording behind it, and the latents before the first."""
+    model = load_talker(CONFIG, weights())
+    with torch.no_grad():
+        model.get_parameter("head.stop.bias").add_(torch.tensor([30.0, 0.0]))
+    engine, told = engine_on(model), voice()
+    ids, before = told["voice.ids"].tolist()[:10], told["voice.before"]
+    row = model.speaker(told["voice.speaker"])[None].detach()
+    sampling = Sampling(temperature=0.5, seed=7, max_tokens=8)
+    request = EngineRequest(id="a", ids=ids, sampling=sampling, embeds=row, positions=(3,), before=before)
+    noise = iter(told["voice.noise"])
+    for _ in range(2):  # the second time with what was kept of the recording
+        engine.start(request)
+        (waiting,) = engine._others
+        assert apart(waiting.inputs[10:], told["voice.rows"]) <= 1e-5
+        assert waiting.capacity == 10 + 3 + 8
+        engine.abort("a")
+        engine.step()
+    engine.start(request)
+    (row_of,) = engine._others
+    for number in range(8):
+        row_of.noise = next(noise)[None].numpy()
+        (output,) = engine.step()
+        assert output.frames is not None and apart(output.frames, told["voice.latents"][number]) <= 1e-4
+    assert output.finish_reason == "length"
+
+
+def test_latents_before_are_whole_steps_and_fit(model: TalkerModel) -> None:
+    engine = engine_on(model, kv_tokens=10)
+    for shape in ((6, 8), (4, 7), (4,)):
+        with pytest.raises(ProtocolError, match=r"latents before of shape .*this model takes \[n \* 4, 8\]"):
+            engine.start(msgspec.structs.replace(asked("a"), before=torch.zeros(shape)))
+    with pytest.raises(ContextLengthError, match="the prompt has 10 inputs; at most 9 fit"):
+        engine.start(msgspec.structs.replace(asked("a"), before=torch.zeros(20, 8)))
+    engine.start(msgspec.structs.replace(asked("a"), before=torch.zeros(16, 8)))
+    assert len(rest_of(engine)) == 2
 
 
 def test_a_seed_gives_the_same_alone_and_beside_others_that_come_and_go(model: TalkerModel) -> None:
