@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_experts": 8,
@@ -59,8 +59,8 @@ def write_thinker(folder: Path, seed: int = 0, **changes: object) -> Path:
     (folder / "config.json").write_text(json.dumps({"model_type": "bailingmm_moe_v2_lite", "llm_config": config}))
     model = ThinkerModel(msgspec.convert(config, Thinker)).requires_grad_(False)
     for name, weight in model.state_dict().items():
-        weight.normal_(mean=float("norm" in name), std=0.1 if "norm" in name else 0.3)
-    model.model.word_embeddings.weight.normal_()  # else the places and kinds of inputs drown in what they are
+        sharp = 2.5 if "query_layernorm" in name or "key_layernorm" in name else 1.0  # looks at single inputs
+        weight.normal_(mean=sharp * ("norm" in name), std=0.1 if "norm" in name else 0.3)
     save_file(dict(_hub_names(model)), folder / "model.safetensors")
     return folder
 
