@@ -399,8 +399,6 @@ class HubWeights(msgspec.Struct, frozen=True):
                 return "no such repository, or it is private; check the name, or set HF_TOKEN"
             case errors.RevisionNotFoundError():
                 return f"the repository has no revision {self.revision!r}"
-            case errors.EntryNotFoundError():
-                return "the repository has no such file"
             case errors.HFValidationError():
                 return "not the name of a repository; write hf:owner/repo or hf:owner/repo@revision"
             case errors.LocalEntryNotFoundError() if local_files_only:
@@ -410,6 +408,8 @@ class HubWeights(msgspec.Struct, frozen=True):
                     "not in the hub's cache, and the hub is out of reach (or HF_HUB_OFFLINE is set); "
                     "fetch it where the hub is reachable and copy the folder HF_HOME from there"
                 )
+            case errors.EntryNotFoundError():
+                return "the repository has no such file"
         return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 

@@ -24,6 +24,7 @@ import msgspec
 import pytest
 import trustme
 import typer.testing
+from huggingface_hub import constants
 
 from omniflow import __version__
 from omniflow.cli import doctor, gpu_probe, machine
@@ -34,6 +35,7 @@ from omniflow.config import RuntimeConfig, ServerConfig
 ROOT = Path(__file__).parents[1]
 PARROT = str(ROOT / "tests/graphs/parrot.py")
 WORDS = str(ROOT / "tests/graphs/words.py")
+TUNED = str(ROOT / "tests/graphs/tuned.py")
 
 USER_GRAPH = """\
 from omniflow import Actor, Graph, TextDelta
@@ -497,6 +499,73 @@ def test_models_of_all_shipped_graphs(cli: Cli) -> None:
     assert "unknown weights 'smollm2-135m'; did you mean smollm2-135m-instruct?" in refused(
         cli("models", "fetch", "smollm2-135m")
     )
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tuned(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """A command about a graph with profiles for checkpoints; `own` and `other` are folders of such."""
+    monkeypatch.setenv("COLUMNS", "300")
+    for name, config in (
+        ("own", '{"model_type": "ming", "size": 64}'),
+        ("other", '{"model_type": "ring", "size": 3}'),
+        ("broken", "{"),
+    ):
+        Path(name).mkdir()
+        (Path(name) / "config.json").write_text(config)
+    Path("empty").mkdir()
+    return lambda command, *arguments: cli(*command.split(), TUNED, *arguments)
+
+
+def test_a_checkpoint_chooses_its_profile(tuned: Callable[..., Ran]) -> None:
+    own = Path("own").absolute()
+    out = tuned("explain", "--model", "own", "--config").out
+    said = " ".join(out.split())
+    assert f"profile small ({own} is such a checkpoint: model_type ming, size from 1 to 64): a small one" in said
+    rows = dict(re.findall(r"^(\w+\.\w+) +(.*?) *$", out, flags=re.MULTILINE))
+    assert rows["first.model"].split() == [str(own), "--model"]
+    assert rows["second.model"].split() == ["here", "default"]
+    assert f"{own}" in tuned("models list", "--model", "own").out
+    assert "profile large (hf:own/er is its checkpoint)" in tuned("explain", "--model", "hf:own/er").out
+    assert tuned("check", "--model", "here").code == 0
+
+
+def test_a_named_profile_serves_the_checkpoint_that_is_named(tuned: Callable[..., Ran]) -> None:
+    out = tuned("explain", "--model", "other", "--profile", "large", "--set", "second.model=else", "--config").out
+    rows = dict(re.findall(r"^(\w+\.\w+) +(.*?) *$", out, flags=re.MULTILINE))
+    assert "profile large (by --profile)" in out
+    assert rows["first.model"].split() == [str(Path("other").absolute()), "--model"]
+    assert rows["second.model"].split() == ["else", "command", "line"]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("other", "Its config.json has model_type ring, size 3. What they take: small: model_type ming, size from 1"),
+        ("empty", "has no config.json"),
+        ("broken", "is broken"),
+        ("./away", "there is no such folder"),
+        ("ourn", "'ourn' is no folder; a checkpoint is that, or hf:owner/repo; known: here, hf:own/er"),
+        ("hf:no", "hf:no: "),
+    ],
+)
+def test_checkpoints_that_no_profile_takes(
+    tuned: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, model: str, expected: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert expected in refused(tuned("explain", "--model", model))
+
+
+def test_a_profile_without_a_checkpoint_takes_none(tuned: Callable[..., Ran], cli: Cli) -> None:
+    assert refused(tuned("run", "--model", "own", "--profile", "plain")) == (
+        "profile plain takes no --model: its stages name their models themselves; these take one: small, large"
+    )
+    Path("none").mkdir()
+    Path("none/config.json").write_text("{}")
+    assert "has no profile that takes a checkpoint" in refused(cli("check", PARROT, "--model", "none"))
+    assert "name it, too" in refused(cli("models", "list", "--model", "own"))
 
 
 # -- the machine ---------------------------------------------------------------------------------------------------

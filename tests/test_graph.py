@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from omniflow.actor import Actor, Emit, Outputs, Stream
 from omniflow.errors import GraphError
 from omniflow.graph import Budget, Edge, Graph, GraphSpec, absent, bind
-from omniflow.topology import CLIENT, fits, nearest, parse_bytes, reachable_outputs, route, type_name
+from omniflow.topology import (
+    CHECKPOINT,
+    CLIENT,
+    Checkpoint,
+    fits,
+    nearest,
+    parse_bytes,
+    reachable_outputs,
+    route,
+    type_name,
+)
 from omniflow.validation import validate
 
 
@@ -272,6 +282,14 @@ BUILD: dict[str, tuple[Callable[[Graph], Any], str]] = {
     "binding of an unknown stage": (
         lambda g: [g.stage("talker", AtoA), g.profile("p", "why", talkr=bind(AtoA))],
         "profile 'p' binds unknown stage 'talkr'; did you mean 'talker'?",
+    ),
+    "marker without a checkpoint": (
+        lambda g: [g.stage("s0", AtoA), g.profile("p", "why", s0=bind(size=CHECKPOINT))],
+        "profile 'p' has no checkpoint, but s0.size is CHECKPOINT; it takes both or neither",
+    ),
+    "checkpoint without a marker": (
+        lambda g: [g.stage("s0", AtoA), g.profile("p", "why", Checkpoint("hf:o/r", {}), s0=bind(size=1))],
+        "profile 'p' has a checkpoint, but no setting of it is CHECKPOINT; it takes both or neither",
     ),
 }
 
@@ -769,6 +787,59 @@ def test_a_profile_may_leave_a_stage_out() -> None:
     part = route(spec.all_edges, spec.absent, "ask", ["answer"])
     assert part.stages == {"source", "join"}
     assert part.refusals == {("source", "second"): ("image", "no image model")}
+
+
+@pytest.mark.parametrize(
+    ("when", "config", "takes"),
+    [
+        ({}, {}, True),
+        ({"model_type": "ming"}, {"model_type": "ming", "more": 1}, True),
+        ({"model_type": "ming"}, {"model_type": "ring"}, False),
+        ({"model_type": "ming"}, {}, False),
+        ({"model_type": ("ming", "ring")}, {"model_type": "ring"}, True),
+        ({"model_type": ("ming", None)}, {}, True),
+        ({"llm.hidden": range(1, 65)}, {"llm": {"hidden": 64}}, True),
+        ({"llm.hidden": range(1, 65)}, {"llm": {"hidden": 65}}, False),
+        ({"llm.hidden": range(1, 65)}, {"llm": "small"}, False),
+        ({"llm.hidden": 64, "model_type": "ming"}, {"llm": {"hidden": 64}}, False),
+    ],
+)
+def test_a_checkpoint_takes_a_config_json(when: dict[str, Any], config: dict[str, Any], takes: bool) -> None:
+    assert Checkpoint("hf:o/r", when).takes(config) is takes
+
+
+def of_checkpoints() -> Graph:
+    graph, _ = closed(AtoA, AtoA)
+    graph.profile("plain", "why", s0=bind(Better))
+    small = {"model_type": "ming", "llm.hidden": range(1, 65)}
+    settings: dict[str, Any] = {"s0": bind(Better, size=CHECKPOINT), "s1": bind(Better, size=2)}
+    graph.profile("small", "why", Checkpoint("tiny", small), **settings)
+    graph.profile("large", "why", Checkpoint("hf:o/r", {"model_type": ("ming", None)}), **settings)
+    return graph
+
+
+def test_what_stands_for_the_checkpoint_becomes_it() -> None:
+    graph = of_checkpoints()
+    assert graph.spec("small").stage("s0").settings == {"size": "tiny"}
+    assert graph.spec("large").stage("s0").settings == {"size": "hf:o/r"}
+    assert graph.spec("large").stage("s1").settings == {"size": 2}
+    assert graph.profiles["large"].of_checkpoint == ("s0.size",)
+    assert graph.profiles["plain"].of_checkpoint == ()
+
+
+def test_the_first_profile_that_takes_a_checkpoint_is_for_it() -> None:
+    graph = of_checkpoints()
+    assert graph.profile_for("x", {"model_type": "ming", "llm": {"hidden": 64}}).name == "small"
+    assert graph.profile_for("x", {"model_type": "ming", "llm": {"hidden": 4096}}).name == "large"
+    with pytest.raises(GraphError) as caught:
+        graph.profile_for("x", {"model_type": "ring"})
+    assert str(caught.value) == (
+        "x: no profile of 'g' is for such a checkpoint. Its config.json has model_type ring. What they take: "
+        "small: model_type ming, llm.hidden from 1 to 64; large: model_type ming or absent. "
+        "Where one fits all the same, name it: --profile small"
+    )
+    with pytest.raises(GraphError, match="'g' has no profile that takes a checkpoint"):
+        closed(AtoA)[0].profile_for("x", {})
 
 
 # -- routes ------------------------------------------------------------------------------------------------------------

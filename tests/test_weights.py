@@ -30,6 +30,7 @@ from omniflow.weights import (
     WheelFile,
     cache_folder,
     fetch,
+    read_file,
     resolve,
 )
 
@@ -527,3 +528,45 @@ def test_a_data_package_that_is_not_here_or_not_whole_says_what_to_do(
     with pytest.raises(WeightsError, match="toy-data is broken"):
         weights.fetch()
     assert weights.state().size_bytes == 4
+
+
+# -- what is written here ----------------------------------------------------------------------------------------------
+
+
+def write_numbers(source: Path, target: Path) -> None:
+    assert list(source.iterdir()) == []
+    (target / "model.bin").write_bytes(bytes(range(7)))
+
+
+def test_weights_without_wheels_are_written_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere")  # no pip is run
+    numbers = PackagedWeights(name="numbers", license="nobody's", convert=f"{__name__}:write_numbers")
+    assert numbers.state().status == "missing" and numbers.state().size_bytes is None
+    steps: list[str] = []
+    folder = numbers.fetch(lambda name, step, done_bytes=0, total_bytes=None: steps.append(step))
+    assert (folder / "model.bin").read_bytes() == bytes(range(7))
+    assert steps == ["writing", "ready"]
+    assert numbers.state().status == "present" and numbers.source == "written on this machine"
+    other = PackagedWeights(name="numbers", license="nobody's", convert=numbers.convert, convert_version=2)
+    assert other.state().status == "missing"
+
+
+def test_one_file_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert read_file(str(tmp_path), "config.json") == b"{}"
+    with pytest.raises(WeightsError, match=r"has no index\.json"):
+        read_file(str(tmp_path), "index.json")
+    with pytest.raises(WeightsError, match="there is no such folder"):
+        read_file(str(tmp_path / "away"), "config.json")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(WeightsError, match="cannot read folder"):
+        read_file(str(tmp_path), "folder")
+
+
+def test_one_file_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(WeightsError, match="hf:own/er: "):
+        read_file("hf:own/er", "config.json")
+    with pytest.raises(WeightsError, match="not the name of a repository"):
+        read_file("hf:own/er/x", "config.json")
