@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+import onnx
 import torch
+from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers
 
 from tests.actors.ming.reference import CHECKPOINT, weights
 
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<audio>"]
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<audio>", "<|vision_start|>", "<|vision_pad|>", "<|vision_end|>"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,:;!?'-<|>_"
 
 
@@ -69,3 +72,21 @@ def flash_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not name.startswith("audio."):
             renamed[FLASH_NAMES.get(old, "") + name.removeprefix(old)] = tensor
     return renamed
+
+
+def write_campplus(file: Path, size: int = 192) -> np.ndarray:
+    """A network in the place of CAM++: the mean of all frames' squares, times the matrix [80, size] that is given back."""
+    matrix = np.random.default_rng(5).standard_normal((80, size), np.float32)
+    square = helper.make_node("Mul", ["features", "features"], ["squares"])
+    mean = helper.make_node("ReduceMean", ["squares", "axes"], ["mean"], keepdims=0)
+    embed = helper.make_node("MatMul", ["mean", "matrix"], ["embedding"])
+    float32 = TensorProto.FLOAT
+    graph = helper.make_graph(
+        [square, mean, embed],
+        "campplus",
+        [helper.make_tensor_value_info("features", float32, [1, None, 80])],
+        [helper.make_tensor_value_info("embedding", float32, [1, size])],
+        [numpy_helper.from_array(matrix, "matrix"), numpy_helper.from_array(np.array([1]), "axes")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), file)
+    return matrix
