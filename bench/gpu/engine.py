@@ -3,9 +3,9 @@
     llama    EngineLoop and SGLangEngine, as an actor drives them, against SGLang's own scheduler loop in one process
     sglang   sgl.Engine, which streams through processes of its own: the same model, prompts and settings
     talker   a talker-shaped mixture of experts with a depth head: CUDA graphs, eager, and what its memory would allow
-    budgets  two engines on one GPU, started in either order and at once: what each holds
+    budgets  two engines and a codec on one GPU, started in several orders and at once: what each holds
 
-Weights are random, bf16. Every figure is the median of `--rounds`; the loops that are compared are interleaved.
+Weights are random, bf16, but those of `--sizes smollm2` (with `--smollm2 FOLDER`). Every figure is the median of `--rounds`; the loops that are compared are interleaved.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from actors.thinker import GATHER_S
+from omniflow.devices import Gpus, cap_memory
 from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.loop import Command, EngineLoop
 
@@ -34,6 +36,13 @@ LLAMAS = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
 PROMPT_TOKENS = 128
+
+
+def model_settings(size: str, folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """SGLang's settings for the model and where its weights come from."""
+    if size == "smollm2":
+        return {"model_path": str(arguments.smollm2), "dtype": "bfloat16"}
+    return {"model_path": str(llama_folder(size, folder)), "load_format": "dummy", "dtype": "bfloat16"}
 
 
 def llama_folder(size: str, folder: str) -> Path:
@@ -60,7 +69,7 @@ def llama_folder(size: str, folder: str) -> Path:
 def prompts(count: int, round: int) -> list[list[int]]:
     """Prompts that no other round has: the prefix cache finds nothing."""
     generator = torch.Generator().manual_seed(1000 * round + count)
-    return torch.randint(10, 100_000, (count, PROMPT_TOKENS), generator=generator).tolist()
+    return torch.randint(10, 49_000, (count, PROMPT_TOKENS), generator=generator).tolist()
 
 
 def summary(first_s: list[float], total_s: float, count: int, tokens: int) -> dict[str, float]:
@@ -184,11 +193,11 @@ def llama(arguments: argparse.Namespace) -> dict[str, Any]:
     results = {}
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            results[size] = asyncio.run(llama_rounds(llama_folder(size, folder), arguments))
+            results[size] = asyncio.run(llama_rounds(model_settings(size, folder, arguments), arguments))
     return results
 
 
-async def llama_rounds(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+async def llama_rounds(model: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     from omniflow.engine.sglang import load_engine
 
     engines = []
@@ -196,11 +205,10 @@ async def llama_rounds(folder: Path, arguments: argparse.Namespace) -> dict[str,
     def build() -> Any:
         engines.append(
             load_engine(
-                folder,
+                Path(model["model_path"]),
                 max_running=max(arguments.batches),
                 kv_tokens=arguments.kv_tokens,
-                dtype="bfloat16",
-                load_format="dummy",
+                **{name: value for name, value in model.items() if name != "model_path"},
             )
         )
         return engines[0]
@@ -223,9 +231,7 @@ def sglang(arguments: argparse.Namespace) -> dict[str, Any]:
 
         with tempfile.TemporaryDirectory() as folder:
             engine = sgl.Engine(
-                model_path=str(llama_folder(size, folder)),
-                load_format="dummy",
-                dtype="bfloat16",
+                **model_settings(size, folder, arguments),
                 attention_backend="triton",
                 sampling_backend="pytorch",
                 grammar_backend="none",
@@ -383,52 +389,99 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / min(times)
 
 
+BUDGETS = {"a": 6_000_000_000, "b": 4_000_000_000, "c": 2_000_000_000}
+"""What torch may take in each process: an engine with 100,000 KV tokens, one with 40,000, a codec with 16 streams."""
+
+
 def budgets(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Pairs of new processes: one starts first, the other does, both start at once."""
-    orders = {"ab": "ab", "ba": "ba", "at once": "ab"}
-    pairs = {order: {name: started(name) for name in "ab"} for order in orders}
-    results: dict[str, Any] = {}
-    for order, names in orders.items():
-        pair = pairs[order]
-        for pipe in pair.values():
+    """Two engines and a codec, each in a new process: started one after the other in several orders, and at once."""
+    orders = ["abc", "cba", "bca", "at once"]
+    every = {order: {name: started(name) for name in BUDGETS} for order in orders}
+    results: dict[str, Any] = {"budgets": BUDGETS}
+    for order, pipes in every.items():
+        for pipe in pipes.values():
             assert pipe.recv() == "ready"
-        for name in names:
-            pair[name].send("build")
+        found: dict[str, Any] = {}
+        for name in BUDGETS if order == "at once" else order:
+            pipes[name].send("build")
             if order != "at once":
-                results.setdefault(order, {})[name] = pair[name].recv()
-        if order == "at once":
-            results[order] = {name: pair[name].recv() for name in names}
+                found[name] = pipes[name].recv()
+        results[order] = found or {name: pipe.recv() for name, pipe in pipes.items()}
         print(order, json.dumps(results[order]), flush=True)
-        for pipe in pair.values():
-            pipe.send("end")
+        for name in BUDGETS:
+            pipes[name].send("take more")
+            results[order][name]["more"] = pipes[name].recv()
+            pipes[name].send("end")
+        for pipe in pipes.values():
             pipe.recv()
-    for name in "ab":
+    for name, budget in BUDGETS.items():
         held = [results[order][name]["bytes"] for order in orders]
-        results[f"spread_{name}"] = max(held) / min(held) - 1
+        more = {results[order][name]["more"] for order in orders}
+        results[f"of {name}"] = {"spread": max(held) / min(held) - 1, "most_of_budget": max(held) / budget}
+        results[f"of {name}"]["beyond the budget"] = sorted(more)
+        print(name, json.dumps(results[f"of {name}"]), flush=True)
     return results
 
 
 def started(name: str) -> Connection:
     here, there = multiprocessing.get_context("spawn").Pipe()
-    kv_tokens = {"a": 100_000, "b": 40_000}[name]
-    multiprocessing.get_context("spawn").Process(target=holder, args=(there, "1b", kv_tokens), daemon=True).start()
+    multiprocessing.get_context("spawn").Process(target=holder, args=(there, name), daemon=True).start()
     return here
 
 
-def holder(pipe: Connection, size: str, kv_tokens: int) -> None:
-    """A process that builds an engine when it is told to, and says what it holds."""
-    from omniflow.engine.sglang import load_engine
-
+def holder(pipe: Connection, name: str) -> None:
+    """A process that builds what it is to hold when it is told to, says how much that is, and tries to take more."""
     torch.zeros(1, device="cuda")
+    if name != "c":
+        import omniflow.engine.sglang  # noqa: F401 - imported before the start is counted
+    cap_memory(Gpus(numbers=(0,), cap_bytes=BUDGETS[name]), ())
     pipe.send("ready")
     pipe.recv()
+    held: Any = codec() if name == "c" else engine_of({"a": 100_000, "b": 40_000}[name])
+    pipe.send({"bytes": torch.cuda.memory_reserved()})
+    pipe.recv()
+    try:
+        torch.empty(BUDGETS[name] - torch.cuda.memory_reserved() + 2**25, dtype=torch.uint8, device="cuda")
+        pipe.send("was given")
+    except torch.cuda.OutOfMemoryError:
+        pipe.send("is refused")
+    pipe.recv()
+    del held
+    pipe.send("closed")
+
+
+def engine_of(kv_tokens: int) -> Any:
+    from omniflow.engine.sglang import load_engine
+
     with tempfile.TemporaryDirectory() as folder:
         limits: Any = {"max_running": 8, "kv_tokens": kv_tokens}
-        engine = load_engine(llama_folder(size, folder), **limits, dtype="bfloat16", load_format="dummy")
-    pipe.send({"kv_tokens": engine.stats().kv_tokens_total, "bytes": torch.cuda.memory_reserved()})
-    pipe.recv()
-    engine.close()
-    pipe.send("closed")
+        engine = load_engine(llama_folder("1b", folder), **limits, dtype="bfloat16", load_format="dummy")
+    engine.start(EngineRequest(id="one", ids=list(range(10, 500)), sampling=Sampling(max_tokens=64)))
+    while engine.has_work():
+        engine.step()
+    return engine
+
+
+def codec() -> Any:
+    """An AudioVAE of the size of Ming's, random weights, and 16 streams of 10 s that step together."""
+    from actors.ming.audio_vae import AudioVaeDecoder
+    from actors.ming.config import AudioVae, Qwen2, VaeDecoder
+
+    backbone = Qwen2(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    decoder = AudioVaeDecoder(AudioVae(44100, VaeDecoder(backbone, 64, 882), patch_size=4)).cuda().eval()
+    with torch.inference_mode():
+        streams = [decoder.init() for _ in range(16)]
+        latents = [np.zeros((25, 64), np.float32)] * 16
+        for step in range(5):
+            decoder.step_together(streams, latents, [step == 4] * 16)
+    return decoder, streams
 
 
 def machine() -> dict[str, Any]:
@@ -449,7 +502,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["llama", "sglang", "talker", "budgets"])
     parser.add_argument("--json", type=Path, help="results are added to those that are in this file")
-    parser.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=list(LLAMAS))
+    parser.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=[*LLAMAS, "smollm2"])
+    parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2's weights")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,0 +1,252 @@
+"""kill -9 of an SGLang host under load: `python -m bench.gpu.kills --model FOLDER [--json FILE]`.
+
+A thinker on SGLang in a host of its own, and requests that stream. Its process is killed while all of them are being
+answered, and while they are being read; then the runtime itself is. Said are: how each request ended and how long after
+the kill, when the GPU had its memory back, when the stage answered again, and what is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from actors.detokenize import Detokenize
+from actors.thinker import Thinker
+from omniflow import Graph, Runtime, one_for_one, plan
+from omniflow.cli.machine import this_machine
+from omniflow.config import RuntimeConfig
+from omniflow.errors import OmniflowError, RequestError
+from omniflow.media import Options, TokenPrompt
+
+ROOT = Path(__file__).parents[2]
+MARK = "OMNIFLOW_BENCH_KILLS"
+"""In the environment of every process of a run, by which what is left of it is found."""
+KILL_ME = "now kill me"
+MB = 1e6
+
+
+def memory_used(gpu: int = 0) -> float:
+    """MB in use on a GPU, by all processes."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).used / MB)
+
+
+class MemoryBack:
+    """Watches, in a thread, when the GPU's memory has come down to `below_mb` after `begin`."""
+
+    def __init__(self, below_mb: float) -> None:
+        self._below_mb = below_mb
+        self._began = time.perf_counter()
+        self.after_ms: float | None = None
+        self.lowest_mb = float("inf")
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while time.perf_counter() - self._began < 10 and self.after_ms is None:
+            self.lowest_mb = min(self.lowest_mb, memory_used())
+            if self.lowest_mb <= self._below_mb:
+                self.after_ms = 1e3 * (time.perf_counter() - self._began)
+            time.sleep(0.002)
+
+    def found(self) -> dict[str, float | None]:
+        """Once it is known."""
+        self._thread.join()
+        after = None if self.after_ms is None else round(self.after_ms, 1)
+        return {"memory_back_after_ms": after, "lowest_mb": round(self.lowest_mb)}
+
+
+def thinker_graph(model: str, device: str) -> Graph:
+    graph = Graph("kills")
+    thinker = graph.stage(
+        "thinker",
+        Thinker,
+        model=model,
+        device=device,
+        engine="sglang",
+        dtype="bfloat16",
+        max_running=16,
+        kv_tokens=65536,
+        restart=one_for_one(max_restarts=5, within_s=300),
+    )
+    detokenize = graph.stage("detokenize", Detokenize, near="thinker", model=model)
+    graph.stream(thinker, detokenize, bound=64)
+    graph.input(chat=thinker)
+    graph.output(text=detokenize["text"], usage=thinker["result"])
+    return graph
+
+
+class Load:
+    """`count` requests at once, and what became of them."""
+
+    def __init__(self, runtime: Runtime, count: int, prompt_tokens: int, tokens: int) -> None:
+        self._runtime = runtime
+        self._count = count
+        self._prompt_tokens = prompt_tokens
+        self._tokens = tokens
+        self.submitted = 0
+        self.answering = 0
+        self.ends: list[tuple[str, float]] = []
+        """How each ended, and when."""
+
+    async def run(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            for number in range(self._count):
+                tasks.start_soon(self._one, number)
+
+    async def _one(self, number: int) -> None:
+        ids = [10 + (37 * number + 11 * at) % 40_000 for at in range(self._prompt_tokens)]
+        options = Options(temperature=1.0, max_tokens=self._tokens)
+        seen = False
+        try:
+            async with await self._runtime.submit("chat", TokenPrompt(ids), options=options) as reply:
+                self.submitted += 1
+                async for _ in reply:
+                    if not seen:
+                        seen = True
+                        self.answering += 1
+            ended = "answered"
+        except OmniflowError as error:
+            more = f" ({error.status}, retriable: {error.retriable})" if isinstance(error, RequestError) else ""
+            ended = f"{type(error).__name__}{more}"
+        self.ends.append((ended, time.perf_counter()))
+
+    def found(self, killed: float) -> dict[str, Any]:
+        times = [1e3 * (at - killed) for _, at in self.ends]
+        ends = [end for end, _ in self.ends]
+        return {
+            "requests": {end: ends.count(end) for end in set(ends)},
+            "first_error_ms": round(min(times), 2),
+            "last_error_ms": round(max(times), 2),
+        }
+
+
+def pid_of(runtime: Runtime) -> int | None:
+    return next(status.pid for status in runtime.status().stages if status.name == "thinker")
+
+
+async def kill_under(runtime: Runtime, load: Load, is_time: Any, idle_mb: float) -> dict[str, Any]:
+    """Kill the thinker's process once `is_time`, and wait until it answers again."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(load.run)
+        with anyio.fail_after(60):
+            while not is_time():
+                await anyio.sleep(0.001)
+        used = memory_used()
+        pid = pid_of(runtime)
+        assert pid is not None
+        watch = MemoryBack(idle_mb + 64)
+        killed = time.perf_counter()
+        os.kill(pid, signal.SIGKILL)
+        with anyio.fail_after(5):
+            while pid_of(runtime) == pid:
+                await runtime._wait_change()
+        seen = time.perf_counter() - killed
+    found = load.found(killed)
+    memory = await anyio.to_thread.run_sync(watch.found)
+    with anyio.fail_after(80):
+        while not runtime._up.issuperset(host.name for host in runtime.plan.hosts):
+            await runtime._wait_change()
+        back = time.perf_counter() - killed
+        again = Load(runtime, 1, 20, 8)
+        await again.run()
+    return {
+        "death_seen_ms": round(1e3 * seen, 2),
+        **found,
+        "used_mb": round(used),
+        **memory,
+        "ready_again_s": round(back, 2),
+        "then": again.ends[0][0],
+        "then_after_s": round(again.ends[0][1] - killed, 2),
+    }
+
+
+async def kills(model: str, device: str) -> None:
+    """All kills of the thinker; then say so, and let the requests run until this process is killed."""
+    config = RuntimeConfig(start_timeout_s=120.0, step_s=60.0)
+    idle_mb = memory_used()
+    found: dict[str, Any] = {"idle_mb": round(idle_mb)}
+    began = time.perf_counter()
+    async with Runtime(plan(thinker_graph(model, device).spec(), this_machine(), config), config) as runtime:
+        found["start_s"] = round(time.perf_counter() - began, 2)
+        warm = Load(runtime, 16, 64, 16)
+        await warm.run()
+        found["warm"] = sorted({end for end, _ in warm.ends})
+        load = Load(runtime, 16, 64, 2000)
+        found["while 16 are answered"] = await kill_under(runtime, load, lambda: load.answering == 16, idle_mb)
+        print(json.dumps(found), flush=True)
+        prompts = Load(runtime, 16, 1500, 500)
+        found["while 16 prompts are read"] = await kill_under(runtime, prompts, lambda: prompts.submitted > 8, idle_mb)
+        print(json.dumps(found), flush=True)
+        last = Load(runtime, 16, 64, 2000)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(last.run)
+            while last.answering < 16:
+                await anyio.sleep(0.001)
+            print(KILL_ME, flush=True)
+
+
+def left(mark: str) -> list[str]:
+    """The command lines of living processes of this run."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                if state != "Z":
+                    found.append((folder / "cmdline").read_text().replace("\0", " ").strip()[:120])
+        except OSError:
+            continue
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of a small checkpoint")
+    parser.add_argument("--json", type=Path, default=Path("kills.json"))
+    parser.add_argument("--device", default="gpu")
+    parser.add_argument("--child", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.child:
+        anyio.run(kills, arguments.model, arguments.device)
+        return
+    shm, idle_mb, mark = set(os.listdir("/dev/shm")), memory_used(), uuid.uuid4().hex
+    command = [sys.executable, "-m", "bench.gpu.kills", "--child", "--model", arguments.model]
+    command += ["--device", arguments.device]
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, MARK: mark}, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found: dict[str, Any] = {}
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        if line.strip() == KILL_ME:
+            break
+        if line.startswith('{"idle_mb"'):
+            found = json.loads(line)
+    watch = MemoryBack(idle_mb + 64)
+    killed = time.perf_counter()
+    process.kill()
+    process.wait()
+    while left(mark) and time.perf_counter() - killed < 10:
+        time.sleep(0.002)
+    gone = 1e3 * (time.perf_counter() - killed)
+    found["the runtime itself"] = {"all_processes_gone_ms": round(gone, 1), "left": left(mark), **watch.found()}
+    found["left_in_dev_shm"] = sorted(set(os.listdir("/dev/shm")) - shm)
+    arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1), flush=True)
+
+
+if __name__ == "__main__":
+    main()
