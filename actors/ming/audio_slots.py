@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from actors.ming.audio_vae import OVERLAP, AudioVaeDecoder
-from actors.streaming_decoder import StreamingDecoder
+from actors.ming.audio_vae import OVERLAP, AudioDecoder, AudioVaeDecoder
 from omniflow.engine.replays import Replays
 from omniflow.engine.slot_cache import SlotCache
 from omniflow.errors import ContextLengthError, ProtocolError
@@ -45,7 +44,7 @@ class _Piece(NamedTuple):
     last: bool
 
 
-class AudioSlots(StreamingDecoder[AudioSlot]):
+class AudioSlots(AudioDecoder[AudioSlot]):
     """`AudioVaeDecoder` for up to `slots` streams at a time, each up to `positions` frames long.
 
     `decoder` is on its device; it is changed: all but its spectra is computed in `dtype`. On a GPU all graphs are
@@ -59,7 +58,7 @@ class AudioSlots(StreamingDecoder[AudioSlot]):
             part.to(dtype)
         self._decoder, self._dtype = decoder, dtype
         self.sample_rate_hz, self.samples_per_frame = decoder.sample_rate_hz, decoder.samples_per_frame
-        self.holdback, self.latent_dim = decoder.holdback, decoder.latent_dim
+        self.holdback, self.latent_dim, self.hop = decoder.holdback, decoder.latent_dim, decoder.hop
         self._before = decoder.ratio - decoder.first
         """Frames before a stream's first, and frames behind its last latent that wait for the next one."""
         self._frames = _LATENTS * decoder.ratio + self._before
@@ -90,7 +89,7 @@ class AudioSlots(StreamingDecoder[AudioSlot]):
         return AudioSlot(self._free.pop(), self._before * self._decoder.hop + self._decoder.edge)
 
     def end(self, state: AudioSlot) -> None:
-        """The stream takes no more steps; its slot is free. May be called while others step."""
+        """See `AudioDecoder.end`: its slot is free."""
         if state.slot is not None:
             self._free.append(state.slot)
             state.slot = None
@@ -103,7 +102,7 @@ class AudioSlots(StreamingDecoder[AudioSlot]):
     def step_together(
         self, states: Sequence[AudioSlot], frames: Sequence[np.ndarray], last: Sequence[bool]
     ) -> list[np.ndarray]:
-        """`step` of each of `states`. Raises ContextLengthError before any."""
+        """See `AudioDecoder.step_together`."""
         longest = max(state.num_latents + len(each) for state, each in zip(states, frames, strict=True))
         if longest > self.max_latents:
             raise ContextLengthError(

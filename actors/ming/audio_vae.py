@@ -8,6 +8,7 @@ first step gives sound at once, and each further step all but the last 3.5 frame
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,12 +18,32 @@ from torch import nn
 from actors.ming.config import AudioVae
 from actors.ming.qwen2 import KeyValues, Qwen2Decoder, step
 from actors.ming.weights import AUDIO_VAE, load, part
-from actors.streaming_decoder import StreamingDecoder
+from actors.streaming_decoder import State, StreamingDecoder
 from omniflow.errors import ContextLengthError, WeightsError
 
 OVERLAP = 4
 """Frames that sound at the same time: a window is as many hops long."""
 _MAX_MAGNITUDE = 100.0
+
+
+class AudioDecoder(StreamingDecoder[State]):
+    """A `StreamingDecoder` of latents float32 [n, latent_dim], whose streams step together."""
+
+    latent_dim: int
+    max_latents: int
+    """Of one stream."""
+    hop: int
+    """Samples per frame of the backbone."""
+
+    @abstractmethod
+    def step_together(
+        self, states: Sequence[State], frames: Sequence[np.ndarray], last: Sequence[bool]
+    ) -> list[np.ndarray]:
+        """`step` of each of `states`, in one pass over the frames of all. Raises ContextLengthError before any."""
+
+    @abstractmethod
+    def end(self, state: State) -> None:
+        """The stream takes no more steps. May be called while others step."""
 
 
 class AudioStream:
@@ -39,7 +60,7 @@ class AudioStream:
         """Samples at the front that are no part of the sound."""
 
 
-class AudioVaeDecoder(nn.Module, StreamingDecoder[AudioStream]):
+class AudioVaeDecoder(nn.Module, AudioDecoder[AudioStream]):
     """float32 latents [n, latent_dim] to mono samples; float32, on the device that it is moved to.
 
     A stream is a segment: its keys and values grow with it, up to `max_latents`, in layers without a window.
@@ -94,7 +115,7 @@ class AudioVaeDecoder(nn.Module, StreamingDecoder[AudioStream]):
     def step_together(
         self, states: Sequence[AudioStream], frames: Sequence[np.ndarray], last: Sequence[bool]
     ) -> list[np.ndarray]:
-        """`step` of each of `states`, in one pass over the frames of all. Raises ContextLengthError before any."""
+        """See `AudioDecoder.step_together`."""
         sizes = [len(each) for each in frames]
         longest = max(state.num_latents + size for state, size in zip(states, sizes, strict=True))
         if longest > self.max_latents:
@@ -112,7 +133,7 @@ class AudioVaeDecoder(nn.Module, StreamingDecoder[AudioStream]):
         return np.split(samples, np.cumsum([len(each) for each in sounds])[:-1])
 
     def end(self, state: AudioStream) -> None:
-        """A stream that takes no more steps leaves nothing behind."""
+        """See `AudioDecoder.end`: nothing of a stream is left behind."""
 
     def _spread(self, state: AudioStream, latents: torch.Tensor, last: bool) -> torch.Tensor:
         """The frames [n * ratio, hidden] on the lines between the latents [n, hidden], level before the first."""
@@ -160,10 +181,11 @@ class AudioVaeDecoder(nn.Module, StreamingDecoder[AudioStream]):
         return samples
 
 
-def load_audio_vae(config: AudioVae, weights: Mapping[str, torch.Tensor]) -> AudioVaeDecoder:
-    """The decoder of `config` with its weights, float32 on the CPU. Raises WeightsError where they do not fit."""
+def load_audio_vae(config: AudioVae, weights: Mapping[str, torch.Tensor], device: str = "cpu") -> AudioVaeDecoder:
+    """The decoder of `config` with its weights, float32. Raises WeightsError where they do not fit."""
     if config.dec_kwargs.output_dim % 2:
         raise WeightsError(f"output_dim is {config.dec_kwargs.output_dim}; half of a window's overlap must be whole")
-    decoder = AudioVaeDecoder(config)
+    with torch.device(device):
+        decoder = AudioVaeDecoder(config)
     decoder.load(weights)
     return decoder.requires_grad_(False).eval()

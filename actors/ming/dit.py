@@ -6,6 +6,7 @@ Both see all of their inputs at once and have rotary positions that turn neighbo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +117,12 @@ class DitNet(FlowNet):
         self._rotary = _Rotary(1 + self.history + self.patch, hidden // config.num_heads)
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth))
         self.final_layer = _FinalLayer(hidden, latent_dim)
+        self._remembered: dict[float, torch.Tensor] = {}
+
+    def remember(self, times: Sequence[float]) -> None:
+        """See `FlowNet.remember`. Ten embeddings of times are 80 small kernels of a step."""
+        like = self.x_embedder.weight
+        self._remembered = {time: self.t_embedder(time, like) for time in times}
 
     def condition(self, hidden: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
         """See `FlowNet.condition`: [batch, 1 + history, hidden]."""
@@ -123,7 +130,8 @@ class DitNet(FlowNet):
 
     def forward(self, x: torch.Tensor, time: float, condition: torch.Tensor) -> torch.Tensor:
         """See `FlowNet.forward`."""
-        first = condition[:, :1] + self.t_embedder(time, condition)
+        embedded = self._remembered.get(time)
+        first = condition[:, :1] + (self.t_embedder(time, condition) if embedded is None else embedded)
         inputs = torch.cat([first, condition[:, 1:], self.x_embedder(x)], dim=1)
         for block in self.blocks:
             inputs = block(inputs, self._rotary.cos, self._rotary.sin)

@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -92,6 +93,10 @@ class MingTalker(TalkerRole):
     `max_running` segments step together within `kv_tokens` positions, those first of whose request nothing was heard
     yet; `max_waiting` wait for it, then OverloadedError (429). `temperature` above 0 adds noise between the steps of
     the flow.
+
+    On a GPU each of `max_running` has a slot of `kv_tokens` / `max_running` positions, and a step is a few CUDA graphs.
+    `dtype` auto is bfloat16 there, and float32 on a CPU; noise and latents are float32 in any case. With `fuse` what
+    stands between the matrices is compiled (by Triton, at the start), else it is torch's kernels one by one.
     """
 
     heavy = True
@@ -107,12 +112,16 @@ class MingTalker(TalkerRole):
         max_waiting: int = 64,
         kv_tokens: int = 16384,
         temperature: float = 0.0,
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        fuse: bool = True,
     ) -> None:
         self._weights = resolve(model, PACKAGED)
         self._device = torch_device(device)
         self._threads = threads
         self._limits = {"max_running": max_running, "max_waiting": max_waiting, "kv_tokens": kv_tokens}
         self._temperature = temperature
+        self._dtype = ("float32" if self._device == "cpu" else "bfloat16") if dtype == "auto" else dtype
+        self._fuse = fuse
         self._script: MingScript
         self._loop = EngineLoop(self._build)
 
@@ -164,10 +173,19 @@ class MingTalker(TalkerRole):
         from actors.ming.talker import load_talker
         from actors.ming.weights import read_folder
         from omniflow.engine.flow_engine import FlowEngine
+        from omniflow.engine.flow_slots import SlottedFlow
         from omniflow.engine.linear import pack_linears
 
         torch.set_num_threads(self._threads)
         folder = self._weights.path()
-        model = load_talker(Talker.load(folder), read_folder(Folders.of(folder).talker)).to(self._device)
-        pack_linears(model)
-        return FlowEngine(model, guidance=GUIDANCE, sigma=SIGMA, **self._limits)
+        weights = read_folder(Folders.of(folder).talker)
+        dtype = torch.float32 if self._dtype == "float32" else torch.bfloat16
+        model = load_talker(Talker.load(folder), weights, self._device, dtype)
+        if self._device == "cpu":
+            pack_linears(model)
+            return FlowEngine(model, guidance=GUIDANCE, sigma=SIGMA, **self._limits)
+        if self._fuse:
+            model.compile_blocks()
+        slots = self._limits["max_running"]
+        slotted = SlottedFlow(model, slots=slots, positions=self._limits["kv_tokens"] // slots)
+        return FlowEngine(slotted, guidance=GUIDANCE, sigma=SIGMA, **self._limits)

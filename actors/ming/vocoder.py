@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
+import anyio
 import numpy as np
 
 from actors.catalogue import PACKAGED
@@ -18,7 +20,7 @@ from omniflow.media import AudioChunk, Latents
 from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
-    from actors.ming.audio_vae import AudioStream, AudioVaeDecoder
+    from actors.ming.audio_vae import AudioDecoder
 
 
 class MingVocoder(VocoderRole):
@@ -26,19 +28,35 @@ class MingVocoder(VocoderRole):
 
     Each message gives what is certain by now; segments follow each other, each from an empty state. What waits when a
     step begins is decoded in it, of up to `max_together` requests; the samples are the same within 1e-6.
+
+    On a GPU a step is one CUDA graph, over slots for `max_together` segments of up to `longest_s` seconds; further ones
+    wait. `dtype` auto is bfloat16 there, and float32 on a CPU; spectra and sound are float32 in any case.
     """
 
     heavy = True
     preload = ("torch", "actors.ming.audio_vae")
 
-    def __init__(self, *, model: str, device: str = "cpu", threads: int = 1, max_together: int = 16) -> None:
+    def __init__(
+        self,
+        *,
+        model: str,
+        device: str = "cpu",
+        threads: int = 1,
+        max_together: int = 32,
+        longest_s: float = 40.0,
+        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    ) -> None:
         self._weights = resolve(model, PACKAGED)
         self._device = torch_device(device)
         self._threads = threads
         self._max_together = max_together
+        self._longest_s = longest_s
+        self._dtype = ("float32" if self._device == "cpu" else "bfloat16") if dtype == "auto" else dtype
+        self._places = anyio.CapacityLimiter(math.inf if self._device == "cpu" else max_together)
+        """Of segments under way."""
         self._waiting: dict[_Call, None] = {}
         self._lock = threading.Lock()
-        self._decoder: AudioVaeDecoder
+        self._decoder: AudioDecoder[Any]
 
     def weights(self) -> Sequence[Weights]:
         """The checkpoint."""
@@ -47,23 +65,33 @@ class MingVocoder(VocoderRole):
     async def setup(self) -> None:
         """Load the decoder, and run it once. Raises WeightsError where it cannot be loaded."""
         self._decoder = await self.offload(self._load, self._weights.path())
-        await self._decode(self._decoder.init(), np.zeros((4, self._decoder.latent_dim), np.float32), True)
+        state = self._decoder.init()
+        await self._decode(state, np.zeros((4, self._decoder.latent_dim), np.float32), True)
+        self._decoder.end(state)
 
     async def run(self, latents: Stream[Latents], emit: Emit[AudioChunk], ctx: Context) -> None:
         """See the class. Raises ContextLengthError for a segment that is longer than the AudioVAE can decode."""
-        decoder = self._decoder
-        state, is_whole = decoder.init(), True
         async for part in latents:
-            samples = await self._decode(state, part.frames, part.last)
-            if len(samples):
-                await emit.send(AudioChunk(samples.clip(-1, 1), decoder.sample_rate_hz, decoder.channels))
-            is_whole = part.last
-            if part.last:
-                state = decoder.init()
-        if not is_whole:
-            raise ProtocolError("the latents ended amid a segment: its last `Latents` is not marked as such")
+            async with self._places:
+                await self._segment(part, latents, emit)
 
-    async def _decode(self, state: AudioStream, frames: np.ndarray, last: bool) -> np.ndarray:
+    async def _segment(self, part: Latents | None, rest: Stream[Latents], emit: Emit[AudioChunk]) -> None:
+        """The sound of a segment that begins with `part`."""
+        decoder = self._decoder
+        state = decoder.init()
+        try:
+            while part is not None:
+                samples = await self._decode(state, part.frames, part.last)
+                if len(samples):
+                    await emit.send(AudioChunk(samples.clip(-1, 1), decoder.sample_rate_hz, decoder.channels))
+                if part.last:
+                    return
+                part = await anext(rest, None)
+        finally:
+            decoder.end(state)
+        raise ProtocolError("the latents ended amid a segment: its last `Latents` is not marked as such")
+
+    async def _decode(self, state: Any, frames: np.ndarray, last: bool) -> np.ndarray:
         decoder = self._decoder
         if frames.ndim != 2 or frames.shape[1] != decoder.latent_dim:
             raise ProtocolError(f"latents of shape {list(frames.shape)}; this vocoder takes [n, {decoder.latent_dim}]")
@@ -95,10 +123,11 @@ class MingVocoder(VocoderRole):
             return sounds[0]
         return own.samples
 
-    def _load(self, folder: Path) -> AudioVaeDecoder:
+    def _load(self, folder: Path) -> AudioDecoder[Any]:
         # Imports torch, so not at the top: a graph is checked and explained without it.
         import torch
 
+        from actors.ming.audio_slots import AudioSlots
         from actors.ming.audio_vae import load_audio_vae
         from actors.ming.config import AudioVae, Folders
         from actors.ming.weights import read_folder
@@ -106,14 +135,18 @@ class MingVocoder(VocoderRole):
 
         torch.set_num_threads(self._threads)
         weights = read_folder(Folders.of(folder).vae)
-        decoder = load_audio_vae(AudioVae.load(folder), weights).to(self._device)
-        pack_linears(decoder)
-        return decoder
+        decoder = load_audio_vae(AudioVae.load(folder), weights, self._device)
+        if self._device == "cpu":
+            pack_linears(decoder)
+            return decoder
+        positions = math.ceil(self._longest_s * decoder.sample_rate_hz / decoder.hop)
+        dtype = torch.float32 if self._dtype == "float32" else torch.bfloat16
+        return AudioSlots(decoder, slots=self._max_together, positions=positions, dtype=dtype)
 
 
 class _Call:
     """The next latents of one stream, and in the end their sound."""
 
-    def __init__(self, state: AudioStream, frames: np.ndarray, last: bool) -> None:
+    def __init__(self, state: Any, frames: np.ndarray, last: bool) -> None:
         self.state, self.frames, self.last = state, frames, last
         self.samples: np.ndarray | None = None

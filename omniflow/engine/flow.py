@@ -95,6 +95,11 @@ class FlowNet(nn.Module, ABC):
     """Latents before them that it sees."""
     latent_dim: int
 
+    def remember(self, times: Sequence[float]) -> None:
+        """Told once at which times it will be asked, in its final type and place: what is the same for all requests
+        may be computed now.
+        """
+
     @abstractmethod
     def condition(self, hidden: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
         """What is the same for all times [batch, ...], of `hidden` [batch, hidden] and `history` [batch, history, dim].
@@ -163,6 +168,10 @@ class FlowHead(nn.Module):
     def noise_shape(self) -> tuple[int, int, int]:
         """That of one row's noise for one step."""
         return len(self._times) - 1, self.net.patch, self.net.latent_dim
+
+    def remember_times(self) -> None:
+        """See `FlowNet.remember`."""
+        self.net.remember(self._times[:-1])
 
     def begin(self, batch: int, device: torch.device) -> FlowState:
         """The state of `batch` rows before the first step, without a prompt's latents."""

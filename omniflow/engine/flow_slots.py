@@ -88,6 +88,8 @@ class SlottedFlow:
         self._prompts = torch.zeros(most, hidden, dtype=dtype, device=device)
         self._prompt_ends = torch.zeros(2, max(count for count, _ in self._passes), dtype=torch.int64, device=device)
         """Slots and lengths of the prompts of a pass."""
+        with torch.inference_mode():
+            model.head.remember_times()
         self._capture()
 
     @property
