@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from actors.attention import attend_apart
+from actors.ming.pixels import Shown
 from actors.ming.towers_config import Pixels, Vision, VisionConfig
 from actors.ming.towers_weights import load_tower, read_tensors
 
@@ -23,15 +23,6 @@ NORM_EPS = 1e-6
 ROPE_THETA = 10000.0
 PIECE = 8192
 """Patches whose pixels are floats at a time: 50 MB, and not the 600 MB of a long clip."""
-
-
-class Patches(NamedTuple):
-    """An image or a clip as the tower reads it: `values` uint8 [frames * rows * columns, patch_dim], each patch as
-    (colour, frame, row, column) and the patches as `patch_order` says; `grid` is that of the patches.
-    """
-
-    values: np.ndarray
-    grid: tuple[int, int, int]
 
 
 class VisionTower(nn.Module):
@@ -48,7 +39,7 @@ class VisionTower(nn.Module):
         self._pixels = pixels
 
     @torch.inference_mode()
-    def rows(self, seen: Sequence[Patches]) -> Iterator[list[np.ndarray] | None]:
+    def rows(self, seen: Sequence[Shown]) -> Iterator[list[np.ndarray] | None]:
         """Gives None after each layer, and in the end the rows float32 [num_rows, hidden] of each, all of length 1.
 
         An image or a clip has the same rows in any company.
@@ -65,7 +56,7 @@ class VisionTower(nn.Module):
         counts = [len(each.values) // square for each in seen]
         yield [each.cpu().numpy() for each in torch.split(rows, counts)]
 
-    def _inputs(self, seen: Patches) -> torch.Tensor:
+    def _inputs(self, seen: Shown) -> torch.Tensor:
         """The patches embedded, and where each is in its frame: [patches, hidden]."""
         proj = self.vision.patch_embed.proj
         mean, std = (

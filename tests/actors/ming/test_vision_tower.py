@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from actors.ming.vision_tower import Patches, VisionTower, load_vision_tower
+from actors.ming.pixels import Shown
+from actors.ming.vision_tower import VisionTower, load_vision_tower
 from omniflow.errors import WeightsError
 from tests.actors.ming.reference import apart
 from tests.actors.ming.towers import CONFIG, HIDDEN, PIXELS, VISION, write_towers
@@ -30,16 +31,16 @@ def tower(folder: Path) -> VisionTower:
     return load_vision_tower(folder)
 
 
-def rows_of(tower: VisionTower, seen: Sequence[Patches]) -> list[torch.Tensor]:
+def rows_of(tower: VisionTower, seen: Sequence[Shown]) -> list[torch.Tensor]:
     *layers, rows = tower.rows(seen)
     assert layers == [None] * 4 and rows is not None
     return [torch.from_numpy(each) for each in rows]
 
 
-def patches(grid: tuple[int, int, int], seed: int = 0) -> Patches:
+def patches(grid: tuple[int, int, int], seed: int = 0) -> Shown:
     frames, rows, columns = grid
     values = np.random.default_rng(seed).integers(0, 256, (frames * rows * columns, 96), dtype=np.uint8)
-    return Patches(values, grid)
+    return Shown(values, grid)
 
 
 class Reference:
@@ -52,7 +53,7 @@ class Reference:
         self._model.load_state_dict(state)
 
     @torch.no_grad()
-    def rows(self, seen: Sequence[Patches]) -> torch.Tensor:
+    def rows(self, seen: Sequence[Shown]) -> torch.Tensor:
         mean, std = (torch.tensor(PIXELS[name]).repeat_interleave(32) for name in ("image_mean", "image_std"))
         pixels = torch.cat([torch.from_numpy(each.values) for each in seen]).float() / 255
         merged = self._model((pixels - mean) / std, torch.tensor([each.grid for each in seen])).pooler_output
@@ -91,14 +92,14 @@ def test_an_image_has_the_same_rows_in_any_company(tower: VisionTower) -> None:
 def test_a_clip_is_seen_frame_by_frame(tower: VisionTower) -> None:
     """A frame sees nothing of the others, so a clip's rows are those of its frames as images."""
     clip = patches((3, 4, 8))
-    frames = [Patches(values, (1, 4, 8)) for values in np.split(clip.values, 3)]
+    frames = [Shown(values, (1, 4, 8)) for values in np.split(clip.values, 3)]
     assert apart(rows_of(tower, [clip])[0], torch.cat(rows_of(tower, frames))) <= 1e-5
 
 
 def test_places_are_seen(tower: VisionTower) -> None:
     """The same patch everywhere: without places and turns all rows would be one."""
     one = patches((1, 8, 8))
-    (rows,) = rows_of(tower, [Patches(np.repeat(one.values[:1], 64, axis=0), one.grid)])
+    (rows,) = rows_of(tower, [Shown(np.repeat(one.values[:1], 64, axis=0), one.grid)])
     assert apart(rows[0], rows[5]) > 0.01
 
 

@@ -1,0 +1,63 @@
+"""Encoded images as an encoder takes them: upright, in red, green and blue, and nothing shining through."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from omniflow.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_PIXELS = 64_000_000
+"""More than any phone's camera gives. Decoded they are 192 MB, whatever the size of the file."""
+
+
+def read_picture(data: bytes, where: str) -> Image:
+    """The image in `data` (png, jpeg or webp; of several frames the first), of mode RGB.
+
+    It is turned as its EXIF orientation says; what is transparent lies on white. Raises InvalidInputError, which says
+    `where` it is, for what is no such image, is broken, or is larger than `MAX_PIXELS`.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+            width, height = picture.size  # as the head says: nothing is decoded yet
+            if width * height > MAX_PIXELS:
+                raise _invalid(
+                    f"{where}: the image has {width} x {height} pixels; at most {MAX_PIXELS // 10**6} million are taken"
+                )
+            picture.load()
+            return _on_white(_in_8_bits(ImageOps.exif_transpose(picture)))
+    except UnidentifiedImageError as error:
+        raise _invalid(f"{where}: the image is not a png, jpeg or webp file") from error
+    # Pillow's readers raise what they stumble over. The first is for heads that claim more than 179 million pixels.
+    except (Image.DecompressionBombError, OSError, SyntaxError, ValueError, IndexError, EOFError) as error:
+        raise _invalid(
+            f"{where}: the image cannot be decoded ({error}); send it whole, as png, jpeg or webp"
+        ) from error
+
+
+def _in_8_bits(picture: Image) -> Image:
+    """Greys of 16 bits, which Pillow would cut off at 255."""
+    from PIL import Image
+
+    return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)) if picture.mode == "I;16" else picture
+
+
+def _on_white(picture: Image) -> Image:
+    from PIL import Image
+
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    above = picture.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", above.size, "white"), above).convert("RGB")
+
+
+def _invalid(message: str) -> InvalidInputError:
+    return InvalidInputError(message, param="messages")
