@@ -1,0 +1,1 @@
+"""Ming's thinker for SGLang: registered as a package of its `ModelRegistry`."""
