@@ -45,9 +45,9 @@ def time_grid(num_steps: int, *, pruned: bool = True, sway: float | None = -1.0)
     `pruned` takes the known grid of that many steps where there is one, else even steps; `sway` below 0 then moves
     times to the front, where the curve bends most: t + sway * (cos(pi / 2 * t) - 1 + t).
     """
-    times = torch.linspace(0, 1, num_steps + 1)
+    times = torch.linspace(0, 1, num_steps + 1, device="cpu")  # whatever the default is where a model is built
     if pruned and num_steps in _PRUNED:
-        times = torch.tensor(_PRUNED[num_steps]) / 32
+        times = torch.tensor(_PRUNED[num_steps], device="cpu") / 32
     if sway is not None:
         times = times + sway * (torch.cos(torch.pi / 2 * times) - 1 + times)
     return tuple(times.tolist())
