@@ -9,7 +9,9 @@ to be written down goes to `transcribe`.
 
 from actors.detokenize import Detokenize
 from actors.merge import Merge
+from actors.ming.hearing import MingAudioEncoder
 from actors.ming.merging import MingMerge
+from actors.ming.seeing import MingImageEncoder
 from actors.ming.speaking import MingTalker
 from actors.ming.thinking import MingThinker
 from actors.ming.vocoder import MingVocoder
@@ -99,22 +101,22 @@ graph.profile(
     **embedded | {"talker": vits_talker},
 )
 
-not_yet = absent("this profile does not hear or see yet")
 ming = {
     "preprocess": bind(Preprocess, max_videos=4),
-    "audio_encoder": not_yet,
-    "image_encoder": not_yet,
+    "audio_encoder": bind(MingAudioEncoder, model=CHECKPOINT, restart=again),
+    "image_encoder": bind(MingImageEncoder, model=CHECKPOINT, restart=again),
     "merge": bind(MingMerge, model=CHECKPOINT),
+    "thinker": bind(MingThinker, model=CHECKPOINT, max_tokens=24, temperature=1.0, restart=again),
     "detokenize": bind(Detokenize, model=CHECKPOINT),
     "segment": bind(Segmenter),
-    "transcribe": absent("this model writes speech down in a chat: send the audio, and ask for its words"),
+    "talker": bind(MingTalker, model=CHECKPOINT, restart=again),
+    "vocoder": bind(MingVocoder, model=CHECKPOINT, restart=again),
+    "transcribe": absent("this model writes down what it hears in a chat: send the audio, and ask for its words"),
 }
+MING = "bailingmm_moe_v2_lite"
 graph.profile(
     "tiny",
     "all of Ming-flash-omni-2.0 with tiny random weights, on a CPU: it answers, and speaks, without sense",
-    Checkpoint("ming-tiny", {"model_type": "bailingmm_moe_v2_lite", "llm_config.hidden_size": range(1, 1025)}),
+    Checkpoint("ming-tiny", {"model_type": MING, "llm_config.hidden_size": range(1, 1025)}),
     **ming,
-    thinker=bind(MingThinker, model=CHECKPOINT, max_tokens=24, temperature=1.0, restart=again),
-    talker=bind(MingTalker, model=CHECKPOINT, restart=again),
-    vocoder=bind(MingVocoder, model=CHECKPOINT, restart=again),
 )

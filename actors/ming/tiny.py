@@ -167,7 +167,7 @@ def tokenizer_of(controls: Iterable[str]) -> Tokenizer:
 
 def _likely(tokenizer: Tokenizer) -> np.ndarray:
     """For each token how far its logit may be from 0: words, stops and the end of a turn are what is said."""
-    far = {f"Ġ{word}": 4.0 for word in WORDS} | dict.fromkeys(MARKS, 4.0) | {"<|role_end|>": 2.0}
+    far = {f"Ġ{word}": 6.0 for word in WORDS} | dict.fromkeys(MARKS, 6.0) | {"<|role_end|>": 5.0}
     vocabulary = tokenizer.get_vocab()
     return np.array([far.get(token, 0.0) for token in sorted(vocabulary, key=vocabulary.__getitem__)], np.float32)
 
