@@ -20,6 +20,8 @@ from omniflow.media import (
     Tokens,
     ToolCallDelta,
     Transcript,
+    VoiceCode,
+    VoiceSample,
     Waveforms,
 )
 
@@ -90,6 +92,13 @@ class TalkerRole(Actor, ABC):
 
     @abstractmethod
     async def run(self, segments: Stream[Segment], emit: Emit[Latents], ctx: Context) -> None: ...
+
+
+class VoiceEncoderRole(Actor, ABC):
+    """Learns a voice from a recording."""
+
+    @abstractmethod
+    async def run(self, sample: VoiceSample) -> VoiceCode: ...
 
 
 class VocoderRole(Actor, ABC):

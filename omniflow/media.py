@@ -52,6 +52,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     voice: str | None = None
+    voice_code: bytes | None = None
+    """What the graph made of a recording (`VoiceCode`): the voice to speak with, instead of one that has a name."""
+    voice_text: str = ""
+    """What is said in that recording; "": unknown."""
     speed: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -272,6 +276,23 @@ class Transcript(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...] = ()
     avg_logprob: float = 0.0
     no_speech_prob: float = 0.0
+
+
+class VoiceSample(msgspec.Struct, frozen=True):
+    """An encoded clip (wav, mp3, flac, ogg) of someone whose voice is to be spoken with; `at` is its field's name."""
+
+    data: bytes
+    at: str
+
+
+class VoiceCode(msgspec.Struct, frozen=True):
+    """A voice as the talker of the same graph takes it in `Options.voice_code`, of `audio_s` seconds of sound.
+
+    It has at most 64 KiB: options are small.
+    """
+
+    data: bytes
+    audio_s: float
 
 
 class Segment(msgspec.Struct, frozen=True):

@@ -148,7 +148,7 @@ class Talker(msgspec.Struct, frozen=True):
         talker's.
         """
         folders = Folders.of(folder)
-        if folders.llm == folders.talker:
+        if not folders.is_apart:
             return _read(folders.talker, Talker, "no Ming talker's")
         own, vae = _read(folders.talker, _FlashTalker, "no Ming talker's"), AudioVae.load(folders.vae)
         if vae.dec_kwargs.latent_dim != own.latent_dim:
@@ -186,6 +186,11 @@ class Folders(msgspec.Struct, frozen=True):
     llm: Path
     """The tokenizer, and the sizes of the backbone where `talker` does not tell them."""
     vae: Path
+
+    @property
+    def is_apart(self) -> bool:
+        """True for the layout of Ming-flash-omni."""
+        return self.llm != self.talker
 
     @staticmethod
     def of(folder: Path) -> Folders:

@@ -7,12 +7,11 @@ and its AudioVAE a folder of its own (`actors.ming.config.Folders`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from omniflow.errors import WeightsError
@@ -31,15 +30,25 @@ _COMPUTED = ("rotary_emb.inv_freq", "rotary_embed.inv_freq", "istft.window")
 """Buffers that the sizes tell."""
 
 
-def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the safetensors files in `folder`, as they are stored. Raises WeightsError."""
+def read_folder(folder: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, torch.Tensor]:
+    """The tensors of the safetensors files in `folder` whose names begin with one of `prefixes`, as they are stored.
+
+    Raises WeightsError.
+    """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise WeightsError(f"{folder} has no *.safetensors")
     try:
-        return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+        return {name: tensor for path in paths for name, tensor in _read_file(path, prefixes)}
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{folder} has a broken file of weights: {error}") from error
+
+
+def _read_file(path: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, "pt") as file:
+        for name in file.keys():
+            if name.startswith(prefixes):
+                yield name, file.get_tensor(name)
 
 
 def part(weights: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:

@@ -8,7 +8,8 @@ import anyio
 import numpy as np
 import pytest
 
-from actors.ming.speaking import AFTER, BEFORE, MingScript, MingTalker
+from actors.ming.script import AFTER, BEFORE, MingScript
+from actors.ming.speaking import MingTalker
 from omniflow.engine.base import EngineRequest
 from omniflow.engine.loop import Generation
 from omniflow.errors import ContextLengthError, UnsupportedError, WeightsError

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import soundfile
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import save_file
@@ -75,7 +76,7 @@ def flash_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def write_campplus(file: Path, size: int = 192) -> np.ndarray:
-    """A network in the place of CAM++: the mean of all frames' squares, times the matrix [80, size] that is given back."""
+    """A network in the place of CAM++: the mean of all frames' squares, times the matrix [80, size] given back."""
     matrix = np.random.default_rng(5).standard_normal((80, size), np.float32)
     square = helper.make_node("Mul", ["features", "features"], ["squares"])
     mean = helper.make_node("ReduceMean", ["squares", "axes"], ["mean"], keepdims=0)
@@ -90,3 +91,26 @@ def write_campplus(file: Path, size: int = 192) -> np.ndarray:
     )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), file)
     return matrix
+
+
+VOICES = {"Alto": "a low voice", "DB30": "二 voices"}
+"""What is said in the recordings that `write_voices` writes."""
+
+
+def write_voices(talker: Path) -> None:
+    """What a talker's folder has of voices: recordings of `VOICES` of 2000 samples, one that is lost, and CAM++."""
+    write_campplus(talker / "campplus.onnx")
+    (talker / "data" / "wavs").mkdir(parents=True)
+    listed = {name: {"prompt_wav_path": f"data/wavs/{name}.wav", "prompt_text": text} for name, text in VOICES.items()}
+    for number, name in enumerate(VOICES):
+        soundfile.write(talker / "data" / "wavs" / f"{name}.wav", recording(2000, number), 44100, "FLOAT")
+    lost = {"Lost": {"prompt_wav_path": "data/wavs/lost.wav", "prompt_text": "gone"}}
+    (talker / "data" / "voice_name.json").write_text(json.dumps(listed | lost))
+
+
+def recording(length: int, seed: int = 0) -> np.ndarray:
+    """A tone that swells, and noise; float32 at 44.1 kHz."""
+    at = np.arange(length) / 44100
+    tone = 0.3 * np.sin(2 * np.pi * (150 + 70 * seed) * at) * (1 + np.sin(2 * np.pi * 3 * at))
+    sound: np.ndarray = tone + 0.02 * np.random.default_rng(seed).standard_normal(length)
+    return sound.astype(np.float32)
