@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from actors import encoding
+from actors.attention import attend_apart
+from actors.encoding import Recent, advance, bounded, digest_of
+
+
+def test_the_results_used_last_are_kept_within_their_bytes() -> None:
+    recent: Recent[str] = Recent(10, len)
+    recent.keep(b"a", "four")
+    recent.keep(b"b", "three")
+    assert recent.get(b"a") == "four"
+    recent.keep(b"c", "1")
+    assert recent.get(b"b") == "three"
+    recent.keep(b"d", "22")  # 12 bytes: what was used longest ago goes
+    assert [recent.get(each) for each in (b"a", b"b", b"c", b"d")] == [None, "three", "1", "22"]
+    recent.keep(b"b", "six666")
+    assert [recent.get(each) for each in (b"b", b"c", b"d")] == ["six666", "1", "22"]
+    recent.keep(b"e", "more than ten")
+    assert [recent.get(each) for each in (b"b", b"c", b"d", b"e")] == [None] * 4
+    recent.keep(b"f", "tenletters")
+    assert recent.get(b"f") == "tenletters"
+
+
+def test_a_digest_is_of_the_data_and_of_what_is_made_of_it() -> None:
+    assert digest_of(b"x") == digest_of(memoryview(b"x"))
+    assert len({digest_of(b"x"), digest_of(b"y"), digest_of(b"x", b"clip"), digest_of(b"x", b"image")}) == 4
+
+
+def test_batches_are_bounded_and_in_order() -> None:
+    assert list(bounded({"a": 4, "b": 6, "c": 1, "d": 30, "e": 0, "f": 10}, 10)) == [
+        ["a", "b"],
+        ["c"],
+        ["d"],
+        ["e", "f"],
+    ]
+    assert list(bounded({}, 10)) == []
+
+
+def test_a_pass_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layers() -> Iterator[str | None]:
+        yield from (None, None, "done")
+
+    monkeypatch.setattr(encoding, "STEP_S", 100.0)
+    assert advance(layers()) == "done"
+    monkeypatch.setattr(encoding, "STEP_S", -1.0)
+    steps = layers()
+    assert [advance(steps), advance(steps), advance(steps)] == [None, None, "done"]
+    with pytest.raises(RuntimeError, match="without a result"):
+        advance(iter([None] * 0))
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 3, 3], [2, 7, 7, 1, 4, 2]])
+def test_each_sequence_attends_to_itself(lengths: list[int]) -> None:
+    """As with a mask over all of them."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(sum(lengths), 2, 8, generator=generator) for _ in range(3))
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    mask = owner[:, None] == owner
+    wanted = F.scaled_dot_product_attention(*(each.transpose(0, 1) for each in (query, key, value)), mask)
+    made = attend_apart(query, key, value, lengths)
+    assert made.shape == query.shape
+    assert torch.allclose(made, wanted.transpose(0, 1), atol=1e-6)
