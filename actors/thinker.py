@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +15,7 @@ from actors.tokenizer import load_tokenizer
 from actors.tool_format import HERMES
 from omniflow.actor import Context, Emit
 from omniflow.engine.base import Engine, EngineRequest, Sampling
+from omniflow.engine.group import follow, lead
 from omniflow.engine.loop import EngineLoop
 from omniflow.errors import InvalidInputError, StartError, UnsupportedError, WeightsError
 from omniflow.media import Generated, Options, TokenPrompt, Tokens
@@ -89,18 +89,31 @@ class Thinker(ThinkerRole):
     def wants_process(cls, settings: Mapping[str, Any]) -> bool:
         return settings.get("engine") == "sglang"
 
+    @classmethod
+    def refuses_tp(cls, settings: Mapping[str, Any]) -> str | None:
+        return None if cls.wants_process(settings) else "its engine runs on one GPU; set engine='sglang'"
+
     def weights(self) -> Sequence[Weights]:
         return (self._weights,)
 
     async def setup(self) -> None:
-        """Raises WeightsError where the model cannot be loaded."""
-        folder = self._weights.path()
-        self._defaults = msgspec.structs.replace(self._defaults, stop_token_ids=end_token_ids(folder))
-        self._tokenizer = await self.offload(load_tokenizer, folder)
-        self._grammars = await self.offload(_grammars, self._tokenizer, folder, self._defaults.stop_token_ids)
+        """Raises WeightsError where the model cannot be loaded, StartError where it cannot be split by `tp`."""
+        folder = await self.offload(self._load)
         gather_s = GATHER_S if self._engine == "sglang" else 0.0
-        self._loop = EngineLoop(functools.partial(self._build, folder), gather_s=gather_s)
+        self._loop = EngineLoop(lambda: lead(self._build(folder), self.ranks), gather_s=gather_s)
         await self._loop.setup()
+
+    def follow(self) -> None:
+        follow(self._build(self._load()), self.ranks)
+
+    def _load(self) -> Path:
+        """All but the engine; gives the folder of the weights."""
+        folder = self._weights.path()
+        _refuse_heads(folder, self.ranks.size)
+        self._defaults = msgspec.structs.replace(self._defaults, stop_token_ids=end_token_ids(folder))
+        self._tokenizer = load_tokenizer(folder)
+        self._grammars = _grammars(self._tokenizer, folder, self._defaults.stop_token_ids)
+        return folder
 
     def busy_s(self) -> float:
         return max(self._loop.busy_s(), super().busy_s())
@@ -154,6 +167,7 @@ class Thinker(ThinkerRole):
                 grammars=self._grammars,
                 device=self._device,
                 threads=self._threads,
+                ranks=self.ranks,
                 **self._limits,
                 **self._sglang,
             )
@@ -252,6 +266,23 @@ def _of_language(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of the config.json of a model that has others, too."""
     part: dict[str, Any] = config.get("text_config", config.get("llm_config", config))
     return part
+
+
+def _refuse_heads(folder: Path, tp: int) -> None:
+    """Raises StartError where the model in `folder` has attention heads that `tp` GPUs cannot share evenly."""
+    if tp == 1:
+        return
+    config = msgspec.json.decode((folder / "config.json").read_bytes())
+    config = config.get("text_config", config)
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    # Of keys and values a GPU may have a head that others have, too.
+    fit = [each for each in range(1, heads + 1) if heads % each == 0 and 0 in (kv_heads % each, each % kv_heads)]
+    if tp not in fit:
+        raise StartError(
+            f"tp={tp} does not divide its {heads} attention heads ({kv_heads} of keys and values); "
+            f"{', '.join(map(str, fit))} do"
+        )
 
 
 def _require(good: bool, param: str, wanted: str) -> None:

@@ -32,7 +32,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from omniflow.errors import GraphError
+from omniflow.engine.ranks import ALONE, Ranks
+from omniflow.errors import ActorBrokenError, GraphError
 from omniflow.media import Options
 from omniflow.turns import Turns
 from omniflow.weights import Weights
@@ -151,6 +152,8 @@ class Actor:
     """True where what `run` gives depends on when its input comes, too. A recording holds what such a stage gave, and a
     replay gives it again, where its only output is a stream."""
     batch: ClassVar[BatchPolicy | None] = None
+    ranks: Ranks = ALONE
+    """The place of this process in its stage: a stage with `tp` GPUs has as many processes, and the first runs it."""
     _step_began: float | None = None
     run: ClassVar[Callable[..., Any]]
 
@@ -158,6 +161,11 @@ class Actor:
     def wants_process(cls, settings: Mapping[str, Any]) -> bool:
         """Whether an instance with these settings owns its process; by default what `owns_process` says."""
         return cls.owns_process
+
+    @classmethod
+    def refuses_tp(cls, settings: Mapping[str, Any]) -> str | None:
+        """Why an instance with these settings cannot be split over several GPUs; None: it can. By default none can."""
+        return f"{cls.__name__} runs on one GPU"
 
     def weights(self) -> Sequence[Weights]:
         """What `setup` will read from disk; fetched with a progress bar before any host starts."""
@@ -175,6 +183,12 @@ class Actor:
 
     async def close(self) -> None:
         """Give back what `setup` took; called once, after the last `run`."""
+
+    def follow(self) -> None:
+        """The life of each process of a stage but the first, where `refuses_tp` says that it can be split: loads its
+        part, and does what `ranks` tells it. Called instead of all others; returns where the first is closed or gone.
+        """
+        raise ActorBrokenError(f"{type(self).__name__} runs on one GPU")
 
     async def offload(self, call: Callable[..., R], *args: Any) -> R:
         """Run blocking compute in a thread, one call at a time for this actor.

@@ -24,12 +24,14 @@ LANES = ("cuda_ipc", "nccl")
 class Gpus(msgspec.Struct, frozen=True):
     """What a host may use: GPUs by their numbers on this machine, bytes of each, and bytes of its pool for values.
 
-    `cap_bytes` 0: its stages name no budget, so nothing holds them.
+    `cap_bytes` 0: its stages name no budget, so nothing holds them. A host of several `ranks` is as many processes,
+    which see all of its GPUs and use one each.
     """
 
     numbers: tuple[int, ...] = ()
     cap_bytes: int = 0
     pool_bytes: int = 0
+    ranks: int = 1
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """What the host's process finds in its environment: its GPUs alone, which count from 0 there.
@@ -47,10 +49,10 @@ class Gpus(msgspec.Struct, frozen=True):
 def gpus_of(host: PlannedHost) -> Gpus:
     """What a host of a plan may use."""
     numbers = tuple(int(device.removeprefix("gpu:")) for device in host.devices if device != "cpu")
-    return Gpus(numbers, host.device_bytes, host.pool_bytes)
+    return Gpus(numbers, host.device_bytes, host.pool_bytes, host.ranks)
 
 
-def cap_memory(gpus: Gpus, stages: Sequence[Stage]) -> None:
+def cap_memory(gpus: Gpus, stages: Sequence[Stage], rank: int = 0) -> None:
     """Let torch take no more of the host's GPUs than its budget; a stage that wants more fails, and no other.
 
     Where no stage uses torch (loaded already, or among its `preload`) there is nothing to hold.
@@ -61,7 +63,10 @@ def cap_memory(gpus: Gpus, stages: Sequence[Stage]) -> None:
         return
     import torch
 
-    for index in range(torch.cuda.device_count()):
+    count = torch.cuda.device_count()
+    if gpus.ranks > 1 and count:
+        torch.cuda.set_device(rank)  # looking at another GPU would take half a gigabyte of it
+    for index in range(count) if gpus.ranks == 1 else range(rank, min(rank + 1, count)):
         total = torch.cuda.get_device_properties(index).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, gpus.cap_bytes / total), index)
 

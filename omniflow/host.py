@@ -27,6 +27,7 @@ from omniflow.actor import Actor, Context, Ports, ports_of
 from omniflow.batcher import Batcher
 from omniflow.config import RuntimeConfig, arguments_of
 from omniflow.devices import Gpus, cap_memory, gpus_of
+from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.errors import (
     ActorBrokenError,
     ErrorInfo,
@@ -124,16 +125,24 @@ def host_spec(
 def hot_window_s(plan: Plan, config: RuntimeConfig) -> float:
     """How long the processes of `plan` look for more traffic before they sleep: not at all where cores are scarce."""
     cores = plan.cluster.cpu_cores
-    spare = cores > 1 and sum(host.process for host in plan.hosts) <= cores
+    spare = cores > 1 and sum(host.ranks for host in plan.hosts if host.process) <= cores
     return config.hot_window_us / 1e6 if spare else 0.0
+
+
+def actor_of(stage: Stage, ranks: Ranks) -> Actor:
+    """A stage's actor, before `setup`. It knows of `ranks` where it is the stage that is split."""
+    actor = stage.actor(**arguments_of(stage))
+    if stage.tp > 1:
+        actor.ranks = ranks
+    return actor
 
 
 class _LocalStage:
     """One actor of this host, with what never changes about it."""
 
-    def __init__(self, stage: Stage, observe: Observe | None) -> None:
+    def __init__(self, stage: Stage, observe: Observe | None, ranks: Ranks) -> None:
         self.stage = stage
-        self.actor: Actor = stage.actor(**arguments_of(stage))
+        self.actor: Actor = actor_of(stage, ranks)
         self.ports: Ports = ports_of(stage.actor)
         self.is_async = inspect.iscoroutinefunction(stage.actor.run)
         self.batcher = Batcher(stage.name, self.actor.batch, self._call_batch) if self.actor.batch else None
@@ -165,11 +174,19 @@ class _LocalStage:
         return await self.actor.offload(self.actor.run, values)
 
 
+def failure_of(stage: str, error: Exception) -> HostFailed:
+    """What a process says of the error that it dies of."""
+    detail = "" if isinstance(error, OmniflowError) else "".join(traceback.format_exception(error))
+    message = str(error) if isinstance(error, OmniflowError) else f"{type(error).__name__}: {error}"
+    return HostFailed(stage, message[:_MAX_TEXT], detail[-2 * _MAX_TEXT :])
+
+
 class Host:
     """See the module's docstring. `stopped` is set once the host is to end."""
 
-    def __init__(self, spec: HostSpec) -> None:
+    def __init__(self, spec: HostSpec, ranks: Ranks = ALONE) -> None:
         self.spec = spec
+        self._ranks = ranks
         self.stopped = anyio.Event()
         self.links: dict[str, Link] = {}
         self.broken = False
@@ -234,7 +251,7 @@ class Host:
         for stage in self.spec.stages:
             began = time.perf_counter()
             try:
-                local = _LocalStage(stage, self.spec.observe)
+                local = _LocalStage(stage, self.spec.observe, self._ranks)
                 await local.actor.setup()
             except Exception as error:  # noqa: BLE001 - the boundary to actor code: reported with stage and traceback
                 self._break(stage.name, error)
@@ -260,9 +277,7 @@ class Host:
     def _break(self, stage: str, error: Exception) -> None:
         """This host cannot go on: say why, then end."""
         self.broken = True
-        detail = "" if isinstance(error, OmniflowError) else "".join(traceback.format_exception(error))
-        message = str(error) if isinstance(error, OmniflowError) else f"{type(error).__name__}: {error}"
-        self.links[FRONT].send(HostFailed(stage, message[:_MAX_TEXT], detail[-2 * _MAX_TEXT :]))
+        self.links[FRONT].send(failure_of(stage, error))
         self.stopped.set()
 
     # -- what links deliver ----------------------------------------------------------------------------------------

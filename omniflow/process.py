@@ -9,18 +9,25 @@ import os
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 
 from omniflow.config import RuntimeConfig
-from omniflow.devices import Lanes
+from omniflow.devices import Gpus, Lanes, cap_memory
+from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.errors import StartError
-from omniflow.host import Host, HostSpec
+from omniflow.host import Host, HostSpec, actor_of, failure_of
 from omniflow.messages import Beat
 from omniflow.planner.plan import FRONT
 from omniflow.prctl import die_with_parent, name_process
+from omniflow.topology import Stage
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory
 from omniflow.transport.base import Link
+
+if TYPE_CHECKING:
+    from multiprocess.connection import Connection
 
 _LAST_WORDS_S = 1.0
 """How long a host that ends waits for the runtime to take what it has said: why it has failed, for one."""
@@ -39,26 +46,51 @@ def runs_on_uvloop(config: RuntimeConfig) -> bool:
     return installed if config.uvloop is None else config.uvloop
 
 
-def host_main(spec: HostSpec, connection: socket.socket, parent: int, log_level: int) -> None:
+def host_main(spec: HostSpec, connection: socket.socket, parent: int, log_level: int, ranks: Ranks = ALONE) -> None:
     """Run one host until its runtime says so or is gone. Never returns: exits with 0 or EXIT_BROKEN."""
+    _begin(spec.name, parent, log_level)
+    broken = anyio.run(_serve, spec, connection, ranks, backend_options={"use_uvloop": spec.uvloop})
+    _end(broken)
+
+
+def follower_main(
+    host: str, stage: Stage, gpus: Gpus, ranks: Ranks, last_words: Connection, parent: int, log_level: int
+) -> None:
+    """Run a rank of `stage` other than the first, until that says so or is gone. Never returns: exits as `host_main`,
+    and says before what it has failed of.
+    """
+    _begin(f"{host}:{ranks.rank}", parent, log_level)
+    failed = False
+    try:
+        cap_memory(gpus, (stage,), ranks.rank)
+        actor_of(stage, ranks).follow()
+    except Exception as error:  # noqa: BLE001 - the boundary to actor code: reported with rank and traceback
+        failed = True
+        last_words.send_bytes(msgspec.msgpack.encode(failure_of(stage.name, error)))
+    _end(failed)
+
+
+def _begin(name: str, parent: int, log_level: int) -> None:
     die_with_parent(parent or os.getppid())
-    name_process(f"of:{spec.name}")
+    name_process(f"of:{name}")
     # Ctrl-C goes to the whole process group; the runtime drains and then tells the hosts to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=log_level, format=f"%(levelname)s [{spec.name}] %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=log_level, format=f"%(levelname)s [{name}] %(message)s", stream=sys.stderr)
     # What was imported before the fork is never garbage, and its pages stay shared as long as nobody looks at them.
     gc.freeze()
     gc.set_threshold(_GC_OBJECTS)
-    broken = anyio.run(_serve, spec, connection, backend_options={"use_uvloop": spec.uvloop})
+
+
+def _end(broken: bool) -> None:
     # Libraries of actors may leave threads behind that would keep the interpreter alive.
     sys.stderr.flush()
     os._exit(EXIT_BROKEN if broken else 0)
 
 
-async def _serve(spec: HostSpec, connection: socket.socket) -> bool:
+async def _serve(spec: HostSpec, connection: socket.socket, ranks: Ranks) -> bool:
     memory = SharedMemory(spec.shm_bytes, spec.hot_window_s)
-    host = Host(spec)
+    host = Host(spec, ranks)
     types = {edge.id: edge.type for edge in spec.edges}
 
     lanes = Lanes(spec.name, spec.gpus, spec.edges)

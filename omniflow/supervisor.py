@@ -1,6 +1,10 @@
 """Starts host processes, sees them die or hang, restarts them by their strategy, and wires their sockets.
 
 Death is seen through a pidfd in the event loop (1-2 ms, no polling); a hang through a missing heartbeat.
+
+A host whose stage is split over GPUs is several processes: the one that runs it (rank 0) and its followers. All are
+children of this process and watched alike. The death of any is the death of the host: the others may be in a collective
+that never ends, so they are killed, and the host is started again once all are gone.
 """
 
 from __future__ import annotations
@@ -14,16 +18,18 @@ import signal
 import socket
 import time
 from collections import deque
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import anyio
 import anyio.abc
 import anyio.to_thread
+import msgspec
 import multiprocess
 import multiprocess.forkserver
 
 from omniflow.config import RuntimeConfig
 from omniflow.devices import gpus_of
+from omniflow.engine.ranks import Ranks
 from omniflow.environment import environment
 from omniflow.errors import StartError
 from omniflow.host import host_spec, hot_window_s
@@ -31,9 +37,12 @@ from omniflow.messages import Beat, Connect, HostFailed, HostReady, Message, Shu
 from omniflow.observer import Observe
 from omniflow.planner.plan import FRONT, Plan, PlannedHost
 from omniflow.prctl import PARENT
-from omniflow.process import host_main, runs_on_uvloop
+from omniflow.process import follower_main, host_main, runs_on_uvloop
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 from omniflow.transport.base import Link, Receiver
+
+if TYPE_CHECKING:
+    from multiprocess.connection import Connection
 
 log = logging.getLogger("omniflow.supervisor")
 
@@ -69,8 +78,25 @@ class SupervisorEvents(Protocol):
         """A host is given up: it cannot start, or has died too often, or its strategy is to stop."""
 
 
+class Follower(NamedTuple):
+    """A process of a host beside the one that runs it."""
+
+    rank: int
+    process: Any
+    pidfd: int
+    words: Connection
+    """Where it says what it has failed of, before it ends."""
+
+    def last_words(self) -> HostFailed | None:
+        """What it has said, if anything; it is dead."""
+        with contextlib.suppress(EOFError), self.words:
+            said = msgspec.msgpack.decode(self.words.recv_bytes(), type=HostFailed)
+            return msgspec.structs.replace(said, message=f"rank {self.rank}: {said.message}")
+        return None
+
+
 class Child:
-    """One supervised host process through all its restarts."""
+    """One supervised host through all its restarts: its process, and its followers where it has any."""
 
     def __init__(self, host: PlannedHost) -> None:
         self.host = host
@@ -78,6 +104,8 @@ class Child:
         self.link: Link | None = None
         self.process: Any = None
         self.pidfd: int | None = None
+        self.followers: list[Follower] = []
+        """Those that are there."""
         self.restarts = 0
         self.deaths: deque[float] = deque()
         self.last_beat = 0.0
@@ -87,6 +115,8 @@ class Child:
         self.silence: asyncio.TimerHandle | None = None
         """Ends the wait for how it died."""
         self.gone = anyio.Event()
+        """Set unless one of its processes is there."""
+        self.gone.set()
         self.started = 0.0
         self.launched = anyio.Event()
         """Set unless its process is being started right now."""
@@ -94,8 +124,8 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The running process, if there is one."""
-        return self.process.pid if self.pidfd is not None else None
+        """The process that runs it, if there is one; a host that has lost a follower has none."""
+        return self.process.pid if self.link is not None else None
 
 
 class Supervisor:
@@ -146,6 +176,8 @@ class Supervisor:
     async def _launch(self, child: Child, delay_s: float) -> None:
         if delay_s:
             await anyio.sleep(delay_s)
+        # The memory of its devices is free once all of its processes are gone.
+        await child.gone.wait()
         if self._stopping:
             return
         child.launched = anyio.Event()
@@ -163,9 +195,10 @@ class Supervisor:
 
     async def _start_process(self, child: Child) -> None:
         ours, theirs = socket_pair()
-        with contextlib.ExitStack() as unless_started, theirs:
+        with contextlib.ExitStack() as unless_started, theirs, _Pipes(child.host.ranks) as pipes:
             unless_started.callback(ours.close)
-            process = self._process_of(child.host, theirs)
+            followers = self._start_followers(child.host, pipes, unless_started)
+            process = self._process_of(child.host, theirs, pipes.ranks(0))
             if child.host.start_method == "forkserver":
                 # A new fork server (the old one may have been killed) must not be tied to the life of a worker thread.
                 _ensure_forkserver()
@@ -180,13 +213,36 @@ class Supervisor:
             unless_started.callback(_forget_soon, process)
             pidfd = os.pidfd_open(process.pid)
             unless_started.pop_all()
+        child.followers = followers
         child.process, child.failure, child.state, child.gone = process, None, "starting", anyio.Event()
         child.started = child.last_beat = time.monotonic()
         child.link = ArrowShmLink(child.host.name, self._receiver, ours, self._memory, self._types, keeps_views=False)
         child.pidfd = pidfd
         asyncio.get_running_loop().add_reader(pidfd, self._on_exit, child)
+        for follower in followers:
+            asyncio.get_running_loop().add_reader(follower.pidfd, self._on_follower_exit, child, follower)
 
-    def _process_of(self, host: PlannedHost, connection: socket.socket) -> Any:
+    def _start_followers(
+        self, host: PlannedHost, pipes: _Pipes, unless_started: contextlib.ExitStack
+    ) -> list[Follower]:
+        """Start all ranks of a host but the first. Raises OSError where one cannot be; then none is left."""
+        followers = []
+        gpus = gpus_of(host)
+        for rank in range(1, host.ranks):
+            stage = next(stage for stage in map(self._plan.graph.stage, host.stages) if stage.tp > 1)
+            words, said = pipes.of_words()
+            arguments = (host.name, stage, gpus, pipes.ranks(rank), said, os.getpid(), log.getEffectiveLevel())
+            context = multiprocess.get_context(host.start_method)
+            process = context.Process(target=follower_main, args=arguments, name=f"{host.name}:{rank}", daemon=True)
+            with environment(gpus.environment(os.environ)):
+                failure = _start(process)
+            if failure is not None:
+                raise OSError(failure)
+            followers.append(Follower(rank, process, os.pidfd_open(process.pid), words))
+            unless_started.callback(_drop, followers[-1])
+        return followers
+
+    def _process_of(self, host: PlannedHost, connection: socket.socket, ranks: Ranks) -> Any:
         config = self._config
         spec = host_spec(
             self._plan,
@@ -198,7 +254,7 @@ class Supervisor:
             uvloop=self._uvloop,
         )
         parent = os.getpid() if host.start_method == "spawn" else 0
-        arguments = (spec, connection, parent, log.getEffectiveLevel())
+        arguments = (spec, connection, parent, log.getEffectiveLevel(), ranks)
         context = multiprocess.get_context(host.start_method)
         return context.Process(target=host_main, args=arguments, name=host.name, daemon=True)
 
@@ -254,7 +310,7 @@ class Supervisor:
                 if child.state == "ready" and now - child.last_beat > self._config.hang_s:
                     log.error("host %s has been silent for %.1f s: killed", child.host.name, now - child.last_beat)
                     self._kill(child)
-                elif child.state == "starting" and child.pid and now - child.started > self._config.start_timeout_s:
+                elif child.state == "starting" and child.link and now - child.started > self._config.start_timeout_s:
                     log.error("host %s is not ready after %.1f s: killed", child.host.name, now - child.started)
                     self._kill(child)
 
@@ -289,13 +345,33 @@ class Supervisor:
             asyncio.get_running_loop().add_reader(child.process.sentinel, _forget, child.process)
         else:
             _forget(child.process)
+        self._kill(child)
         if child.link is not None:
             _hear_out(child.link)
+            self._lose(child, child.failure.message if child.failure else _why(code))
+        _say_gone(child)
+
+    def _on_follower_exit(self, child: Child, follower: Follower) -> None:
+        """The kernel says that it is dead; its parent is this process, which knows how."""
+        asyncio.get_running_loop().remove_reader(follower.pidfd)
+        child.followers.remove(follower)
+        code, said = follower.process.exitcode, follower.last_words()
+        _forget(follower.process)
+        os.close(follower.pidfd)
+        # One that ends well has heard that the first rank ends; what that says of it is still to come.
+        if code != 0 and child.link is not None and not self._stopping:
+            self._kill(child)
+            _hear_out(child.link)
+            child.failure = said
+            self._lose(child, said.message if said else f"rank {follower.rank}: {_why(code)}")
+        _say_gone(child)
+
+    def _lose(self, child: Child, reason: str) -> None:
+        """What it ran is lost; its processes are dead or about to be."""
+        if child.link is not None:
             child.link.close()
             child.link = None
         was, child.state = child.state, "down"
-        reason = child.failure.message if child.failure else _why(code)
-        child.gone.set()
         if self._stopping:
             child.state = "stopped"
             return
@@ -339,7 +415,7 @@ class Supervisor:
         chosen = (
             order if strategy == "one_for_all" else order[order.index(child) :] if strategy == "rest_for_one" else []
         )
-        return [other for other in chosen if other is not child and other.pidfd is not None]
+        return [other for other in chosen if other is not child and other.link is not None]
 
     def _given_up(self, child: Child, first_start: bool, reason: str) -> StartError:
         stage = child.failure.stage if child.failure else child.host.name
@@ -354,9 +430,10 @@ class Supervisor:
         return StartError(f"died {often}, the last time: {reason}", stage=stage, detail=detail)
 
     def _kill(self, child: Child) -> None:
-        if child.pidfd is not None:
-            with contextlib.suppress(ProcessLookupError):  # dead, and about to be noticed
-                signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+        """Kill all of its processes that are there."""
+        for pidfd in (child.pidfd, *(follower.pidfd for follower in child.followers)):
+            if pidfd is not None:
+                _kill(pidfd)
 
     # -- stop ------------------------------------------------------------------------------------------------------
 
@@ -368,7 +445,7 @@ class Supervisor:
         self._stopping = True
         for child in self.children.values():
             await child.launched.wait()
-        running = [child for child in self.children.values() if child.pidfd is not None]
+        running = [child for child in self.children.values() if not child.gone.is_set()]
         for child in running:
             if child.state == "starting":
                 self._kill(child)
@@ -381,6 +458,45 @@ class Supervisor:
             self._kill(child)
         for child in running:
             await child.gone.wait()
+
+
+class _Pipes(contextlib.ExitStack):
+    """The connections of the processes of one host, while these are started: each then has its own ends."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        pairs = [multiprocess.Pipe() for _ in range(1, size)]
+        self._ends = [tuple(first for first, _ in pairs), *((other,) for _, other in pairs)]
+        for end in (end for pair in pairs for end in pair):
+            self.callback(end.close)
+
+    def ranks(self, rank: int) -> Ranks:
+        """The place of one process."""
+        return Ranks(rank, len(self._ends), self._ends[rank])
+
+    def of_words(self) -> tuple[Connection, Connection]:
+        """Our end of what a follower says, which outlives the start, and its end."""
+        ours, theirs = multiprocess.Pipe(duplex=False)
+        self.callback(theirs.close)
+        return ours, theirs
+
+
+def _kill(pidfd: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # dead, and about to be noticed
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def _drop(follower: Follower) -> None:
+    """End a follower that nobody watches yet."""
+    _kill(follower.pidfd)
+    os.close(follower.pidfd)
+    follower.words.close()
+    _forget_soon(follower.process)
+
+
+def _say_gone(child: Child) -> None:
+    if child.pidfd is None and not child.followers:
+        child.gone.set()
 
 
 def _why(code: int | None) -> str:

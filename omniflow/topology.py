@@ -26,18 +26,30 @@ RESERVED_NAMES = (CLIENT, "runtime", "server", "front", "main")
 
 
 class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stage may hold on its device: bytes as a number or text like '4 GiB', and KV tokens."""
+    """What a stage may hold on its device: bytes as a number or text like '4 GiB', and KV tokens.
+
+    A stage that is split over GPUs (`tp`) has its weights and its keys and values split, and a workspace on each. Its
+    attention `heads` must divide evenly; where there are fewer `kv_heads` than GPUs, each has one of them whole. 0: the
+    graph does not say.
+    """
 
     weights: int | str = 0
     workspace: int | str = 0
     kv_tokens: int = 0
     kv_bytes_per_token: int | str = 0
+    heads: int = 0
+    kv_heads: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Everything, in bytes."""
+        """Everything, in bytes, on one device."""
+        return self.share_bytes(1)
+
+    def share_bytes(self, tp: int) -> int:
+        """What each of `tp` GPUs holds of it, in bytes."""
         kv = self.kv_tokens * parse_bytes(self.kv_bytes_per_token)
-        return parse_bytes(self.weights) + parse_bytes(self.workspace) + kv
+        parts = min(tp, self.kv_heads) if self.kv_heads else tp
+        return -(-parse_bytes(self.weights) // tp) + parse_bytes(self.workspace) + -(-kv // parts)
 
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}

@@ -1,6 +1,5 @@
 """An engine on several devices, a process each: rank 0 speaks, the others follow.
 
-    ranks                      this process's place in the group, and its connections to the others
     Leader(engine, ranks)      rank 0: an `Engine` whose every call is made on all ranks, in the same order
     follow(engine, ranks)      the life of every other rank: make the calls that rank 0 makes, until it says `End`
 
@@ -24,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, EngineStats
+from omniflow.engine.ranks import Ranks
 from omniflow.errors import ActorBrokenError
 
 if TYPE_CHECKING:
     import torch
-    from multiprocess.connection import Connection
 
 _TENSOR = 1
 """MessagePack's number for a tensor."""
@@ -36,39 +35,14 @@ _MEET_S = 600.0
 """How long a rank waits for the others to load: the supervisor gives up sooner (`runtime.start_timeout_s`)."""
 
 
-class Ranks:
-    """A group of `size` processes that compute together, of which this one is `rank`.
-
-    Rank 0 has a connection to each of the others, they have one to it.
-    """
-
-    def __init__(self, rank: int, size: int, connections: Sequence[Connection] = ()) -> None:
-        self.rank = rank
-        self.size = size
-        self._connections = connections
-
-    def tell(self, message: bytes) -> None:
-        """Rank 0 tells all others. Waits where one is far behind; raises OSError where one is gone."""
-        for connection in self._connections:
-            connection.send_bytes(message)
-
-    def hear(self) -> bytes:
-        """What rank 0 tells next. Waits for it; raises EOFError once rank 0 is gone."""
-        message: bytes = self._connections[0].recv_bytes()
-        return message
-
-
-ALONE = Ranks(0, 1)
-"""The place of a process that shares its stage with no other."""
-
-
 def meet(ranks: Ranks, backend: str) -> None:
     """Make torch's default group of all ranks, on a port of the loopback interface that the kernel chose.
 
     Rank 0 listens before it tells the port, so that no other process can have taken it.
     """
-    from torch.distributed import TCPStore, init_process_group
+    import torch.distributed
 
+    distributed: Any = torch.distributed
     # One node: what the ranks tell each other beside NVLink stays inside it.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
@@ -78,11 +52,11 @@ def meet(ranks: Ranks, backend: str) -> None:
         port = listening.getsockname()[1]
         ranks.tell(msgspec.msgpack.encode(port))
         listener = listening.detach()
-        store = TCPStore("127.0.0.1", port, ranks.size, True, timeout, False, master_listen_fd=listener)
+        store = distributed.TCPStore("127.0.0.1", port, ranks.size, True, timeout, False, master_listen_fd=listener)
     else:
         port = msgspec.msgpack.decode(ranks.hear(), type=int)
-        store = TCPStore("127.0.0.1", port, ranks.size, False, timeout, False)
-    init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size)
+        store = distributed.TCPStore("127.0.0.1", port, ranks.size, False, timeout, False)
+    distributed.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size)
 
 
 class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -166,6 +140,11 @@ class Leader:
     def _tell(self, last: Call) -> None:
         calls, self._calls = [*self._calls, last], []
         self._ranks.tell(_ENCODER.encode(calls))
+
+
+def lead(engine: Engine, ranks: Ranks) -> Engine:
+    """`engine` as rank 0 drives it: with all others, or by itself where there are none."""
+    return Leader(engine, ranks) if ranks.size > 1 else engine
 
 
 def follow(engine: Engine, ranks: Ranks) -> None:

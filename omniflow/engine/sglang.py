@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, check_kinds
-from omniflow.engine.group import ALONE, Ranks
+from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.places import Places
 from omniflow.engine.sglang_scheduler import Held, Progress, SteppedScheduler, Way, abort, build, close, submit
 from omniflow.errors import (

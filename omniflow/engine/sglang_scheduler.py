@@ -39,8 +39,9 @@ from sglang.srt.runtime_context import publish
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from omniflow.engine.group import ALONE, Ranks, meet
+from omniflow.engine.group import meet
 from omniflow.engine.places import Places
+from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.sglang_models.placed import PlacedModel
 from omniflow.errors import RequestError, StartError
 from omniflow.media import TokenLogprob

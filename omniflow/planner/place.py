@@ -50,11 +50,8 @@ def _place_devices(stages: list[Stage], cluster: Cluster) -> dict[str, tuple[str
     placed: dict[str, tuple[str, ...]] = {}
     order = sorted(stages, key=lambda stage: (":" not in stage.device, -stage.memory.total_bytes))
     for stage in order:
-        if stage.tp < 1:
-            raise PlanError(f"tp={stage.tp} is no number of GPUs; write 1 or more", stage=stage.name)
+        _refuse_tp(stage)
         if stage.device == "cpu":
-            if stage.tp > 1:
-                raise PlanError(f"tp={stage.tp} needs GPUs; set device='gpu'", stage=stage.name)
             placed[stage.name] = _CPU
             continue
         chosen = _choose_gpus(stage, free, cluster)
@@ -69,6 +66,22 @@ def _place_devices(stages: list[Stage], cluster: Cluster) -> dict[str, tuple[str
             free[index] -= need
         placed[stage.name] = tuple(f"gpu:{index}" for index in chosen)
     return placed
+
+
+def _refuse_tp(stage: Stage) -> None:
+    if stage.tp < 1:
+        raise PlanError(f"tp={stage.tp} is no number of GPUs; write 1 or more", stage=stage.name)
+    if stage.tp == 1:
+        return
+    if stage.device == "cpu":
+        raise PlanError(f"tp={stage.tp} needs GPUs; set device='gpu'", stage=stage.name)
+    why = stage.actor.refuses_tp(stage.settings)
+    if why is not None:
+        raise PlanError(f"tp={stage.tp} cannot be: {why}", stage=stage.name)
+    heads = stage.memory.heads
+    if heads % stage.tp:
+        fit = ", ".join(str(tp) for tp in range(1, heads + 1) if heads % tp == 0)
+        raise PlanError(f"tp={stage.tp} does not divide its {heads} attention heads; {fit} do", stage=stage.name)
 
 
 def _choose_gpus(stage: Stage, free: list[int], cluster: Cluster) -> list[int]:
@@ -99,7 +112,7 @@ def _fuse(
     stages = [stage for stage in stages if stage not in inline]
     anchors = [stage for stage in stages if _is_anchor(stage)]
     groups = {stage.name: [stage] for stage in anchors}
-    reasons = {stage.name: _anchor_reason(stage) for stage in anchors}
+    reasons = {stage.name: _anchor_reason(stage, devices[stage.name]) for stage in anchors}
     home = {stage.name: stage.name for stage in anchors}
     order = {stage.name: index for index, stage in enumerate(spec.stages)}
     _fuse_on_gpu(spec, groups, reasons, home, devices, order)
@@ -122,13 +135,13 @@ def _owns_process(stage: Stage) -> bool:
     return stage.actor.wants_process(stage.settings)
 
 
-def _anchor_reason(stage: Stage) -> str:
+def _anchor_reason(stage: Stage, devices: tuple[str, ...]) -> str:
+    if stage.tp > 1:
+        return f"{stage.name} is split over {', '.join(devices)}: a process for each, which live and die together"
     if stage.isolate:
         return f"{stage.name} asked to be isolated"
     if _owns_process(stage):
         return f"the engine of {stage.name} owns its process"
-    if stage.tp > 1:
-        return f"{stage.name} is tensor parallel"
     if stage.device != "cpu":
         return f"{stage.name} runs on a GPU"
     return f"{stage.name} keeps a core busy"
@@ -238,6 +251,7 @@ def _host(group: list[Stage], why: str, devices: dict[str, tuple[str, ...]], clu
         restart=restart,
         reason=why,
         device_bytes=sum(shares) if all(shares) else 0,
+        ranks=max(stage.tp for stage in anchors),
     )
 
 

@@ -17,7 +17,11 @@ FRONT = "front"
 
 
 class PlannedHost(msgspec.Struct, frozen=True):
-    """One OS process (`process`), or the runtime's own one. `reason` says why its stages are together."""
+    """One OS process (`process`), or the runtime's own one. `reason` says why its stages are together.
+
+    A host whose stage is split over GPUs has `ranks` processes, one a GPU: the first runs its stages, the others
+    follow, and all of them start, die and are restarted as one.
+    """
 
     name: str
     stages: tuple[str, ...]
@@ -31,6 +35,7 @@ class PlannedHost(msgspec.Struct, frozen=True):
     """What its stages may take of each of its GPUs; 0 where one of them does not say."""
     pool_bytes: int = 0
     """Memory of its first GPU for values that it sends to other hosts, beside that."""
+    ranks: int = 1
 
 
 class PlannedEdge(msgspec.Struct, frozen=True):
@@ -178,7 +183,7 @@ def shares_of(graph: GraphSpec, hosts: Iterable[PlannedHost], gpu: int) -> list[
 
 def share_of(stage: Stage) -> int:
     """Bytes that a stage may take of each of its GPUs."""
-    return -(-stage.memory.total_bytes // stage.tp)
+    return stage.memory.share_bytes(stage.tp)
 
 
 def _plain(value: Any) -> Any:

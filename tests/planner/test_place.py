@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphs import ming_omni
 from omniflow.actor import Actor
-from omniflow.config import RuntimeConfig
+from omniflow.config import RuntimeConfig, configure, set_layer
 from omniflow.errors import PlanError
 from omniflow.graph import Budget, Graph, GraphSpec, Stage, absent, one_for_one
 from omniflow.planner import Cluster, Gpu, Plan, cluster_named, plan
@@ -36,6 +37,14 @@ class Word(msgspec.Struct, frozen=True):
 
 
 class Light(Actor):
+    @classmethod
+    def refuses_tp(cls, settings: Mapping[str, Any]) -> str | None:
+        return None
+
+    async def run(self, a: Rows) -> Rows: ...
+
+
+class Whole(Actor):
     async def run(self, a: Rows) -> Rows: ...
 
 
@@ -254,6 +263,53 @@ def test_stages_on_two_gpus_talk_by_nccl_and_words_go_through_shared_memory() ->
 def test_tensor_parallel_stages_take_as_many_gpus() -> None:
     found = plan(chain(("a", Light, gpu("400 GiB", tp=4)), ("b", Light, gpu("100 GiB"))), cluster_named("8xh200"))
     assert devices(found) == {"a": ("gpu:0", "gpu:1", "gpu:2", "gpu:3"), "b": ("gpu:4",)}
+    assert [host.ranks for host in found.hosts] == [4, 1]
+    assert found.hosts[0].reason == (
+        "a is split over gpu:0, gpu:1, gpu:2, gpu:3: a process for each, which live and die together"
+    )
+    assert found.gpu_bytes == (100 * GIB + GIB // 4,) + (100 * GIB,) * 4 + (0,) * 3
+
+
+def test_what_a_split_stage_holds_on_each_gpu() -> None:
+    """Weights and heads are shared out, a workspace is not; 2 heads of keys and values for 4 GPUs are there twice."""
+    memory = Budget(weights="40 GiB", workspace="3 GiB", kv_tokens=2**20, kv_bytes_per_token=16384, kv_heads=2)
+    for tp, share in ((1, 40 + 3 + 16), (2, 20 + 3 + 8), (4, 10 + 3 + 8)):
+        found = plan(chain(("a", Light, {"device": "gpu", "tp": tp, "memory": memory})), cluster_named("8xh100"))
+        assert [host.device_bytes for host in found.hosts] == [share * GIB]
+
+
+def test_light_stages_ride_with_the_first_process_of_a_split_one() -> None:
+    found = plan(chain(("a", Whole, {}), ("b", Engine, gpu(tp=2)), ("c", Whole, {})), cluster_named("2xh200"))
+    assert hosts(found) == {"b": ("a", "b", "c")}
+    assert (found.hosts[0].ranks, found.hosts[0].start_method) == (2, "spawn")
+
+
+def test_a_stage_that_cannot_be_split() -> None:
+    with pytest.raises(PlanError, match="stage 'a': tp=2 cannot be: Whole runs on one GPU"):
+        plan(chain(("a", Whole, gpu(tp=2))), cluster_named("2xh200"))
+    plan(chain(("a", Whole, gpu(tp=1))), cluster_named("2xh200"))
+
+
+@pytest.mark.parametrize(("heads", "tp", "fits"), [(9, 2, False), (9, 3, True), (0, 2, True), (32, 8, True)])
+def test_heads_that_gpus_cannot_share(heads: int, tp: int, fits: bool) -> None:
+    spec = chain(("a", Light, {"device": "gpu", "tp": tp, "memory": Budget(heads=heads)}))
+    if fits:
+        plan(spec, cluster_named("8xh200"))
+        return
+    with pytest.raises(PlanError) as caught:
+        plan(spec, cluster_named("8xh200"))
+    assert str(caught.value) == "stage 'a': tp=2 does not divide its 9 attention heads; 1, 3, 9 do"
+
+
+def test_the_thinker_is_split_by_sglang_alone() -> None:
+    graph = ming_omni.graph.spec("embedded")
+    layers = [set_layer(["thinker.device=gpu", "thinker.tp=2"])]
+    with pytest.raises(PlanError, match="stage 'thinker': tp=2 cannot be: its engine runs on one GPU; set engine='sgl"):
+        plan(configure(graph, layers).spec, cluster_named("2xh200"))
+    layers.append(set_layer(["thinker.engine=sglang"]))
+    found = plan(configure(graph, layers).spec, cluster_named("2xh200"))
+    host = next(host for host in found.hosts if "thinker" in host.stages)
+    assert (host.devices, host.ranks) == (("gpu:0", "gpu:1"), 2)
 
 
 def test_the_gpus_of_a_host_are_in_their_order() -> None:
