@@ -210,7 +210,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    modalities: Annotated[list[Literal["text", "audio"]], Meta(min_length=1)] | None = None
+    modalities: Annotated[list[Literal["text", "audio", "image"]], Meta(min_length=1)] | None = None
     audio: AudioOptions | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
@@ -296,6 +296,10 @@ def refuse_unsupported(request: ChatRequest) -> None:
     for field, (is_asked, instead) in asked.items():
         if is_asked:
             raise UnsupportedError(f"{field}: is not taken; {instead}", param=field)
+    if "image" in (request.modalities or ()):
+        raise UnsupportedError(
+            "modalities: no images are made here; ask for 'text', or for 'text' and 'audio'", param="modalities"
+        )
 
 
 def wanted_media(messages: Sequence[Message]) -> Iterator[Wanted]:

@@ -102,6 +102,7 @@ RULES: dict[str, list[dict[str, Any]]] = {
     ],
     "ChatRequest": [
         {"if": _is(top_logprobs={"type": "integer"}), "then": _is(logprobs={"const": True})},
+        {"properties": {"modalities": {"items": {"not": {"const": "image"}}}}},
         {
             "if": _is(tool_choice={"not": {"enum": [None, "none", "auto"]}}),
             "then": _is(tools={"type": "array", "minItems": 1}),

@@ -304,6 +304,22 @@ def test_end_tokens_come_from_the_checkpoint(tmp_path: Path) -> None:
         end_token_ids(tmp_path)
 
 
+def test_end_tokens_of_a_model_of_parts(tmp_path: Path) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    names = tmp_path / "tokenizer_config.json"
+    for token in ("<end>", {"content": "<end>"}):
+        names.write_text(json.dumps({"eos_token": token}))
+        assert end_token_ids(tmp_path) == {BYTES_END}
+    names.write_text(json.dumps({"eos_token": "<nothing>"}))
+    with pytest.raises(WeightsError, match="nor tokenizer_config.json an eos_token"):
+        end_token_ids(tmp_path)
+    for part in ("llm_config", "text_config"):
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None, part: {"eos_token_id": 5}}))
+        assert end_token_ids(tmp_path) == {5}
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7, "text_config": {"eos_token_id": 5}}))
+    assert end_token_ids(tmp_path) == {7}
+
+
 async def test_the_real_model_knows_the_capital_of_france() -> None:
     thinker = Thinker(temperature=0.0, max_tokens=16)
     folder = thinker.weights()[0].fetch()

@@ -392,9 +392,16 @@ async def test_choices(client: httpx.AsyncClient, runtime: ScriptedRuntime) -> N
     """The second choice waits until the client has the first one's text: they must not wait for each other."""
     later = anyio.Event()
     runtime.scripts = [
-        [Output("text", TextDelta("one")), later, Output("usage", Generated("stop", 7, 1, audio_tokens=2))],
-        [Output("text", TextDelta("two")), Output("usage", Generated("stop", 7, 20, audio_tokens=2))],
-        [Output("text", TextDelta("three")), Output("usage", Generated("stop", 7, 300, audio_tokens=2))],
+        [
+            Output("text", TextDelta("one")),
+            later,
+            Output("usage", Generated("stop", 7, 1, audio_tokens=2, image_tokens=3)),
+        ],
+        [Output("text", TextDelta("two")), Output("usage", Generated("stop", 7, 20, audio_tokens=2, image_tokens=3))],
+        [
+            Output("text", TextDelta("three")),
+            Output("usage", Generated("stop", 7, 300, audio_tokens=2, image_tokens=3)),
+        ],
     ]
 
     async def release() -> None:
@@ -413,7 +420,7 @@ async def test_choices(client: httpx.AsyncClient, runtime: ScriptedRuntime) -> N
         "prompt_tokens": 7,
         "completion_tokens": 321,
         "total_tokens": 328,
-        "prompt_tokens_details": {"audio_tokens": 2, "text_tokens": 5, "image_tokens": 0, "cached_tokens": 0},
+        "prompt_tokens_details": {"audio_tokens": 2, "text_tokens": 2, "image_tokens": 3, "cached_tokens": 0},
         "completion_tokens_details": {"text_tokens": 321, "audio_tokens": 0, "reasoning_tokens": 0},
     }
     seeds = [submission.options.seed for submission in runtime.submissions if submission.options]

@@ -169,6 +169,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
     ({"modalities": []}, "modalities"),
     ({"modalities": ["smell"]}, "modalities[0]"),
+    ({"modalities": ["text", "image"]}, "modalities"),
     ({"modalities": "audio"}, "modalities"),
     ({"audio": "joe"}, "audio"),
     (ALOUD | {"audio": {"voice": ""}}, "audio.voice"),
@@ -274,6 +275,12 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"function_call": "auto"}, "function_call"),
     ({"web_search_options": {}}, "web_search_options"),
 ]
+
+
+async def test_images_are_not_made(client: httpx.AsyncClient) -> None:
+    error = await refused(client, {"modalities": ["image"]})
+    assert error["message"] == "modalities: no images are made here; ask for 'text', or for 'text' and 'audio'"
+    assert error["code"] == "unsupported_value"
 
 
 def name_of(value: Any) -> str:
