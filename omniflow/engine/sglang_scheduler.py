@@ -32,6 +32,8 @@ import sglang.srt.managers.scheduler as sglang_scheduler
 import sglang.srt.models.registry  # all models, now: errors on the way keep the frames that they passed
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory
+from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import DynamicGradMode, Scheduler
@@ -364,6 +366,9 @@ def _use_plain_operators(model: torch.nn.Module) -> None:
     for module in model.modules():
         if "_forward_method" in vars(module):
             module._forward_method = module.forward_native
+        if isinstance(module, UnquantizedFusedMoEMethod):
+            # Its plain way counts on the CPU what goes where, which no CUDA graph can hold; this one copies weights.
+            module._forward_method = fused_moe_forward_native
         if "k_norm" in dict(module.named_children()):
             # Equal numbers would choose a kernel that norms both at once; this is the same number in float32.
             module.k_norm.variance_epsilon *= 1 + 1e-12  # type: ignore[union-attr, operator]

@@ -165,16 +165,21 @@ def test_the_prefix_cache_never_serves_other_places_or_kinds(
 
 
 def test_what_says_no_more_than_its_tokens_shares_the_prefix_cache(engine: SGLangEngine) -> None:
+    plain = text("a", 50, 77)
     said = msgspec.structs.replace(
-        text("a", 50, 77), places=torch.from_numpy(places([50])), kinds=torch.zeros(50, dtype=torch.uint8)
+        plain, places=torch.from_numpy(places([50])), kinds=torch.zeros(50, dtype=torch.uint8)
     )
-    first = run(engine, [text("a", 50, 77)])["a"]
-    assert ids_of(run(engine, [said])["a"]) == ids_of(first)
-    assert engine._scheduler.tree_cache.root_node.children  # both under the same key: the second found 49 tokens
-    from omniflow.engine.places import Places
-    from omniflow.engine.sglang import _content
-
-    assert _content(said, Places(said.places, said.kinds)) is None
+    computed = []
+    read = engine._scheduler.model.read
+    engine._scheduler.model.read = lambda spans: (
+        computed.extend(end - start for *_, start, end in spans),
+        read(spans),
+    )[1]
+    try:
+        assert ids_of(run(engine, [plain])["a"]) == ids_of(run(engine, [said])["a"])
+    finally:
+        del engine._scheduler.model.read
+    assert computed == [50, 1]
 
 
 def test_a_request_that_has_to_make_room_goes_on_where_it_was(
