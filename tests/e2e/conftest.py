@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -55,18 +56,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    port = free_port()
-    log = tmp_path_factory.mktemp("server") / "log.txt"
+@contextmanager
+def serving(folder: Path, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """`omniflow run graphs/ming_omni.py` with `options`; its log is `folder/log.txt`. It must leave nothing behind."""
+    port, log = free_port(), folder / "log.txt"
     shm_before = set(os.listdir("/dev/shm"))
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "omniflow", "run", "graphs/ming_omni.py", "--port", str(port)],
+            [sys.executable, "-m", "omniflow", "run", "graphs/ming_omni.py", "--port", str(port), *options],
             cwd=ROOT,
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,
+            env=environment,
         )
     running = Server(process, f"http://127.0.0.1:{port}")
     try:
@@ -78,6 +80,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server")) as running:
+        yield running
 
 
 def _is_up(server: Server, log: Path) -> bool:
