@@ -5,7 +5,8 @@
     talker   a talker-shaped mixture of experts with a depth head: CUDA graphs, eager, and what its memory would allow
     budgets  two engines and a codec on one GPU, started in several orders and at once: what each holds
 
-Weights are random, bf16, but those of `--sizes smollm2` (with `--smollm2 FOLDER`). Every figure is the median of `--rounds`; the loops that are compared are interleaved.
+Weights are random, bf16, but those of `--sizes smollm2` (with `--smollm2 FOLDER`). Every figure is the median of
+`--rounds`; the loops that are compared are interleaved.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling
-from omniflow.engine.loop import EngineLoop
+from omniflow.engine.loop import EngineLoop, joined
 from omniflow.engine.transformers import TransformersEngine
 from omniflow.errors import (
     ActorBrokenError,
@@ -22,6 +22,7 @@ from omniflow.errors import (
     StartError,
     UnavailableError,
 )
+from omniflow.media import TokenLogprob
 from tests.engine.tiny import CONTEXT, HIDDEN, ids_of, prompt, request, run, tiny_llama
 
 pytestmark = pytest.mark.anyio
@@ -286,10 +287,31 @@ async def test_outputs_of_quick_steps_travel_together_and_first_and_last_ones_at
     async with loop.generate(request("a", [1], max_tokens=20)) as outputs:
         first = await anext(outputs)
         assert first.ids == (0,)
-        rest = [output async for output in outputs]  # the last output brings all that waited before it
-        assert [output.ids for output in rest] == [(number,) for number in range(1, 20)]
-        assert rest[-1].finish_reason == "length"
+        (rest,) = [output async for output in outputs]  # the last output brings all that waited before it
+        assert rest.ids == tuple(range(1, 20))
+        assert rest.finish_reason == "length"
     await loop.close()
+
+
+def test_joined_outputs_are_those_of_each_request_in_order() -> None:
+    """What has frames stays by itself, and so does what came before an error: it is still told."""
+    top = (TokenLogprob(7, -0.5),)
+    frame, error = torch.zeros(1, 8), InvalidInputError("no")
+    steps = [
+        [EngineOutput("a", (1,), None, top), EngineOutput("b", (5,)), EngineOutput("c", (), None, (), frame)],
+        [EngineOutput("a", (2,), None, top), EngineOutput("b", (), "abort", error=error)],
+        [EngineOutput("a", (3, 4), "stop", 2 * top), EngineOutput("c", (), "length", (), frame)],
+    ]
+    found = joined(steps)
+    assert [(each.id, each.ids, each.finish_reason) for each in found] == [
+        ("a", (1, 2, 3, 4), "stop"),
+        ("b", (5,), None),
+        ("b", (), "abort"),
+        ("c", (), None),
+        ("c", (), "length"),
+    ]
+    assert (found[0].logprobs, found[2].error) == (4 * top, error)
+    assert joined(steps[:1]) is steps[0]
 
 
 async def test_gathered_outputs_are_handed_over_in_time() -> None:
@@ -297,6 +319,8 @@ async def test_gathered_outputs_are_handed_over_in_time() -> None:
     loop = EngineLoop(lambda: engine, gather_s=0.001)
     await loop.setup()
     async with loop.generate(request("a", [1], max_tokens=1_000_000)) as outputs:
-        for number in range(100):  # it never ends: only time hands these over
-            assert (await anext(outputs)).ids == (number,)
+        ids: list[int] = []
+        while len(ids) < 100:  # it never ends: only time hands these over
+            ids += (await anext(outputs)).ids
+        assert ids == list(range(len(ids)))
     await loop.close()
