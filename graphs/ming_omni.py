@@ -2,9 +2,10 @@
 
     preprocess => audio_encoder, image_encoder => (+) merge => thinker ~> detokenize ~> segment ~> talker ~> vocoder
     transcribe
+    voice
 
 The thinker and the talker meet in text (as in Ming-flash-omni), so speech from text enters at `segment`. What is only
-to be written down goes to `transcribe`.
+to be written down goes to `transcribe`, and a recording whose voice is to be learned to `voice`.
 """
 
 from actors.detokenize import Detokenize
@@ -15,6 +16,7 @@ from actors.ming.seeing import MingImageEncoder
 from actors.ming.speaking import MingTalker
 from actors.ming.thinking import MingThinker
 from actors.ming.vocoder import MingVocoder
+from actors.ming.voices import MingVoiceEncoder
 from actors.piper.talker import PiperTalker
 from actors.piper.vocoder import PiperVocoder
 from actors.preprocess import Preprocess
@@ -29,6 +31,7 @@ from actors.roles import (
     ThinkerRole,
     TranscriberRole,
     VocoderRole,
+    VoiceEncoderRole,
 )
 from actors.segmenter import Segmenter
 from actors.thinker import Thinker
@@ -48,6 +51,7 @@ segment = graph.stage("segment", SegmenterRole, near="talker")
 talker = graph.stage("talker", TalkerRole)
 vocoder = graph.stage("vocoder", VocoderRole)
 transcribe = graph.stage("transcribe", TranscriberRole, near="audio_encoder")
+voice = graph.stage("voice", VoiceEncoderRole, near="talker")
 
 graph.result(preprocess, audio_encoder)
 graph.result(preprocess, image_encoder)
@@ -58,13 +62,14 @@ graph.stream(detokenize["text"], segment, bound=64)
 graph.stream(segment, talker, bound=8)
 graph.stream(talker, vocoder, bound=8)
 
-graph.input(chat=preprocess, speech=segment, transcription=transcribe)
+graph.input(chat=preprocess, speech=segment, transcription=transcribe, voice=voice)
 graph.output(
     text=detokenize["text"],
     tool_calls=detokenize["tool_calls"],
     audio=vocoder,
     usage=thinker["result"],
     transcript=transcribe,
+    voice=voice,
 )
 
 again = one_for_one(max_restarts=5, within_s=60)
@@ -88,6 +93,7 @@ embedded = {
     ),
     "vocoder": bind(PiperVocoder, memory=Budget(weights="7 MB", workspace="100 MB"), restart=again),
     "transcribe": bind(WhisperScribe, memory=Budget(workspace="60 MB")),
+    "voice": absent("this talker has the voices that it was trained with, and cannot learn others"),
 }
 vits_talker = bind(PiperTalker, memory=Budget(weights="57 MB", workspace="100 MB"), restart=again)
 graph.profile(
@@ -111,6 +117,7 @@ ming = {
     "segment": bind(Segmenter),
     "talker": bind(MingTalker, model=CHECKPOINT, restart=again),
     "vocoder": bind(MingVocoder, model=CHECKPOINT, restart=again),
+    "voice": bind(MingVoiceEncoder, model=CHECKPOINT, restart=again),
     "transcribe": absent("this model writes down what it hears in a chat: send the audio, and ask for its words"),
 }
 MING = "bailingmm_moe_v2_lite"
