@@ -272,8 +272,7 @@ def _refuse_heads(folder: Path, tp: int) -> None:
     """Raises StartError where the model in `folder` has attention heads that `tp` GPUs cannot share evenly."""
     if tp == 1:
         return
-    config = msgspec.json.decode((folder / "config.json").read_bytes())
-    config = config.get("text_config", config)
+    config = _of_language(_json(folder / "config.json"))
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads", heads)
     # Of keys and values a GPU may have a head that others have, too.

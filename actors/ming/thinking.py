@@ -63,6 +63,7 @@ class MingThinker(Thinker):
                 grammars=grammars,
                 device=self._device,
                 threads=self._threads,
+                ranks=self.ranks,
                 **self._limits,
                 **self._sglang,
             )
