@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 from collections.abc import AsyncIterator
@@ -213,3 +214,12 @@ async def test_what_does_not_fit_is_refused_and_the_next_is_served(thinker: Ming
     with pytest.raises(InvalidInputError, match="temperature must be from 0 to 5"):
         await think(thinker, prompt, temperature=9.0)
     assert len((await think(thinker, prompt, **GREEDY))[0]) == LENGTH
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+async def test_sglang_answers_as_the_reference_does(folder: Path, thinker: MingThinker, prompt: TokenPrompt) -> None:
+    wanted = [await think(thinker, each, **GREEDY) for each in (prompt, TokenPrompt(prompt.ids[:70]))]
+    settings = {"engine": "sglang", "dtype": "float32", "kv_tokens": 1024, "max_running": 2, "max_waiting": 4}
+    async with started(folder, **settings, device="gpu" if torch.cuda.is_available() else "cpu") as other:
+        assert [await think(other, each, **GREEDY) for each in (prompt, TokenPrompt(prompt.ids[:70]))] == wanted
