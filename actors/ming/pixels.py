@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from actors.clips import Clip
+from actors.video import VideoClip
 from actors.ming.towers_config import Pixels, Vision
 from omniflow.errors import InvalidInputError
 
@@ -46,7 +46,7 @@ def show_image(picture: Image, where: str, sizes: Vision, pixels: Pixels) -> Sho
     return cut(_resized(picture, size)[None], sizes)
 
 
-def show_clip(clip: Clip, where: str, sizes: Vision, max_frames: int) -> Iterator[Shown | None]:
+def show_clip(clip: VideoClip, where: str, sizes: Vision, max_frames: int) -> Iterator[Shown | None]:
     """Gives None after each frame that was decoded, and in the end the clip: two frames a second of it, `max_frames` at
     most, resized so that all of them fit into the bound of a clip.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from actors.catalogue import PACKAGED
-from actors.clips import Clip
+from actors.video import VideoClip
 from actors.encoding import Recent, advance, digest_of
 from actors.ming.pixels import Shown, show_clip, show_image
 from actors.pictures import read_picture
@@ -50,8 +50,7 @@ class MingImageEncoder(Actor):
     most, and no sound is heard. An image has the same rows, within 1e-5 on a CPU, alone and beside others. The rows of
     recent ones are kept, up to `cache_mb`. `dtype` auto is bfloat16 on a GPU and float32 on a CPU.
 
-    Raises InvalidInputError for what cannot be decoded, for more than `max_items` images and clips in a conversation,
-    and for a clip of more than `max_clip_s` seconds.
+    Raises InvalidInputError for what cannot be decoded, and for a clip of more than `max_clip_s` seconds.
     """
 
     heavy = True
@@ -64,7 +63,6 @@ class MingImageEncoder(Actor):
         device: str = "cpu",
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         threads: int = 1,
-        max_items: int = 64,
         max_frames: int = 256,
         max_clip_s: float = 600,
         cache_mb: int = 512,
@@ -73,7 +71,6 @@ class MingImageEncoder(Actor):
         self._device = torch_device(device)
         self._dtype = dtype
         self._threads = threads
-        self._max_items = max_items
         self._max_frames = max_frames
         self._max_clip_s = max_clip_s
         self._recent: Recent[_Seen] = Recent(cache_mb * 10**6, lambda seen: seen.rows.nbytes)
@@ -95,7 +92,7 @@ class MingImageEncoder(Actor):
     @batched(max_size=MAX_BATCH)
     async def run(self, image: list[Images]) -> list[ImageFeatures]:
         """See the class."""
-        items = [self._items(request) for request in image]
+        items = [_items(request) for request in image]
         digests = [await self.offload(_digests, each) for each in items]
         seen = await self._seen(
             {
@@ -108,19 +105,6 @@ class MingImageEncoder(Actor):
             _features(request, [seen[digest] for digest in known_as])
             for request, known_as in zip(image, digests, strict=True)
         ]
-
-    def _items(self, request: Images) -> list[_Item]:
-        if len(request.data) > self._max_items:
-            raise _invalid(
-                f"the conversation holds {len(request.data)} images and clips; this model takes at most "
-                f"{self._max_items}"
-            )
-        items: list[_Item] = []
-        for data, index in zip(request.data, request.index, strict=True):
-            is_clip = index in request.videos
-            number = 1 + sum(item.is_clip == is_clip for item in items)
-            items.append(_Item(data, is_clip, f"{'clip' if is_clip else 'image'} {number} of the conversation"))
-        return items
 
     async def _seen(self, items: dict[bytes, _Item]) -> dict[bytes, _Seen]:
         known = {digest: self._recent.get(digest) for digest in items}
@@ -139,7 +123,7 @@ class MingImageEncoder(Actor):
         if not item.is_clip:
             picture = await self.offload(read_picture, item.data, item.where)
             return await self.offload(show_image, picture, item.where, sizes, self._pixels)
-        clip = await self.offload(Clip, item.data, item.where)
+        clip = await self.offload(VideoClip, item.data, item.where)
         if clip.seconds > self._max_clip_s:
             raise _invalid(
                 f"{item.where} lasts {clip.seconds:.1f} s; this model takes at most {self._max_clip_s:g} s in one clip"
@@ -178,6 +162,15 @@ class MingImageEncoder(Actor):
         torch.set_num_threads(self._threads)
         self._pixels = Pixels.load(folder)
         self._tower = load_vision_tower(folder).to(self._device, dtype_for(self._dtype, self._device))
+
+
+def _items(request: Images) -> list[_Item]:
+    items: list[_Item] = []
+    for data, index in zip(request.data, request.index, strict=True):
+        is_clip = index in request.videos
+        number = 1 + sum(item.is_clip == is_clip for item in items)
+        items.append(_Item(data, is_clip, f"{'clip' if is_clip else 'image'} {number} of the conversation"))
+    return items
 
 
 def _digests(items: Sequence[_Item]) -> list[bytes]:

@@ -7,12 +7,12 @@ import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from actors.clips import Clip
+from actors.video import VideoClip
 from actors.ming.pixels import Shown, cut, fitting, frames_to_see, show_clip, show_image
 from actors.ming.towers_config import Pixels, Vision
 from omniflow.errors import InvalidInputError
 from tests.actors.test_pictures import scene
-from tests.clips import clip, number_of
+from tests.videos import clip, number_of
 
 VISION, PIXELS = Vision(), Pixels(max_pixels=100_000)
 SMALL = Vision(hidden_size=48, num_heads=2, patch_size=4)
@@ -102,7 +102,7 @@ def shown_of(steps: Iterator[Shown | None]) -> Shown:
 
 
 def test_two_frames_a_second_of_a_clip_are_seen() -> None:
-    made = Clip(clip(20, rate_hz=8), "clip 1")  # 2.5 s: 5 frames
+    made = VideoClip(clip(20, rate_hz=8), "clip 1")  # 2.5 s: 5 frames
     shown = shown_of(show_clip(made, "clip 1", SMALL, 256))
     frames, rows, columns = shown.grid
     assert frames == 3 and shown.frame_s == pytest.approx(2 * 20 / 8 / 5)
@@ -114,13 +114,13 @@ def test_two_frames_a_second_of_a_clip_are_seen() -> None:
 @pytest.mark.parametrize(("size", "grid"), [((96, 64), (20, 28)), ((192, 32), (10, 56)), ((64, 96), (28, 20))])
 def test_a_frame_of_a_clip_has_at_least_128_cells(size: tuple[int, int], grid: tuple[int, int]) -> None:
     """Of 8 pixels here: as they are, 96."""
-    made = Clip(clip(4, rate_hz=2, width=size[0], height=size[1]), "clip 1")
+    made = VideoClip(clip(4, rate_hz=2, width=size[0], height=size[1]), "clip 1")
     shown = shown_of(show_clip(made, "clip 1", SMALL, 256))
     assert shown.grid == (2, *grid)
 
 
 def test_all_frames_of_a_clip_fit_into_its_bound() -> None:
-    made = Clip(clip(60, rate_hz=2, width=240, height=160), "clip 1")
+    made = VideoClip(clip(60, rate_hz=2, width=240, height=160), "clip 1")
     alone = shown_of(show_clip(made, "clip 1", SMALL, 2))
     assert alone.grid == (1, 40, 60)
     shown = shown_of(show_clip(made, "clip 1", SMALL, 256))

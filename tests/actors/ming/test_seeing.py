@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.clips import Clip
+from actors.video import VideoClip
 from actors.ming import seeing
 from actors.ming.pixels import Shown, show_clip, show_image
 from actors.ming.seeing import MingImageEncoder
@@ -18,7 +18,7 @@ from omniflow.errors import InvalidInputError
 from omniflow.media import ImageFeatures, Images
 from tests.actors.ming.towers import HIDDEN, write_towers
 from tests.actors.test_pictures import encoded, scene
-from tests.clips import clip
+from tests.videos import clip
 
 WIDE, TALL, SMALL = (encoded(scene(*size)) for size in ((96, 40), (30, 77), (21, 20)))
 CLIP = clip(20, rate_hz=8, width=64, height=48)  # 5 of its frames are seen, as 3
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def encoder(folder: Path) -> AsyncIterator[MingImageEncoder]:
-    actor = MingImageEncoder(model=str(folder), max_items=3, max_clip_s=3)
+    actor = MingImageEncoder(model=str(folder), max_clip_s=3)
     await actor.setup()
     yield actor
     await actor.close()
@@ -70,7 +70,7 @@ async def test_an_image_and_a_clip_become_the_rows_of_their_patches(encoder: Min
     (features,) = await encoder.run([Images([WIDE, CLIP, TALL], (1, 4, 5), (4,))])
     assert (features.index, features.videos) == ((1, 4, 5), (4,))
     tower, pixels = load_vision_tower(folder), Pixels.load(folder)
-    *_, shown = show_clip(Clip(CLIP, "clip 1"), "clip 1", tower.sizes, 256)
+    *_, shown = show_clip(VideoClip(CLIP, "clip 1"), "clip 1", tower.sizes, 256)
     assert shown is not None
     wanted = [
         show_image(scene(96, 40), "image 1", tower.sizes, pixels),
@@ -141,7 +141,6 @@ async def test_a_pass_is_bounded(encoder: MingImageEncoder, monkeypatch: pytest.
             r"^clip 2 of the conversation: .*cannot be read as a clip",
         ),
         (Images([SMALL, CLIP], (0, 1)), r"^image 2 of the conversation: .*not a png, jpeg or webp"),
-        (Images([SMALL] * 4, (0, 1, 2, 3)), "holds 4 images and clips; this model takes at most 3"),
         (Images([clip(25, rate_hz=8)], (0,), (0,)), r"^clip 1 of the conversation lasts 3\.1 s; .* at most 3 s"),
         (Images([encoded(Image.new("RGB", (900, 3)))], (0,)), r"^image 1 of the conversation: 900 x 3 pixels"),
     ],

@@ -6,14 +6,14 @@ import wave
 import numpy as np
 import pytest
 
-from actors import clips
-from actors.clips import Clip
+from actors import video
+from actors.video import VideoClip
 from omniflow.errors import InvalidInputError
-from tests.clips import clip, number_of, rotated
+from tests.videos import clip, number_of, rotated
 
 
 def seen(data: bytes, wanted: list[int]) -> list[np.ndarray]:
-    return [np.asarray(each) for each in Clip(data, "clip 1").pictures(wanted) if each is not None]
+    return [np.asarray(each) for each in VideoClip(data, "clip 1").pictures(wanted) if each is not None]
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def seen(data: bytes, wanted: list[int]) -> list[np.ndarray]:
 )
 def test_frames_are_counted_and_found(container: str, codec: str) -> None:
     data = clip(15, rate_hz=10, container=container, codec=codec)
-    made = Clip(data, "clip 1")
+    made = VideoClip(data, "clip 1")
     assert made.count == 15
     assert made.rate_hz == pytest.approx(10, rel=0.01) and made.seconds == pytest.approx(1.5, rel=0.01)
     pictures = seen(data, [0, 4, 5, 14])
@@ -44,7 +44,7 @@ def test_a_clip_is_turned_as_its_head_says(quarter: int) -> None:
 
 
 def test_others_may_go_between_frames_that_are_not_wanted() -> None:
-    steps = list(Clip(clip(10), "clip 1").pictures([3, 6]))
+    steps = list(VideoClip(clip(10), "clip 1").pictures([3, 6]))
     assert [step is None for step in steps] == [True, True, True, False, True, True, False]
 
 
@@ -64,7 +64,7 @@ def test_what_is_counted_but_not_shown_is_the_last_that_is_shown() -> None:
 )
 def test_what_is_no_clip_is_refused(data: bytes, named: str) -> None:
     with pytest.raises(InvalidInputError, match=f"^clip 3.*{named}") as refused:
-        Clip(data, "clip 3")
+        VideoClip(data, "clip 3")
     assert refused.value.param == "messages"
 
 
@@ -79,14 +79,14 @@ def test_sound_alone_is_no_clip() -> None:
         output.setparams((1, 2, 8000, 0, "NONE", ""))
         output.writeframes(bytes(8000))
     with pytest.raises(InvalidInputError, match="cannot be read as a clip"):
-        Clip(file.getvalue(), "clip 1")
+        VideoClip(file.getvalue(), "clip 1")
 
 
 def test_too_many_frames_and_too_large_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = clip(12)
-    monkeypatch.setattr(clips, "MAX_FRAMES", 11)
+    monkeypatch.setattr(video, "MAX_FRAMES", 11)
     with pytest.raises(InvalidInputError, match="has 12 frames; 1 to 11 are taken"):
-        Clip(data, "clip 1")
-    monkeypatch.setattr(clips, "MAX_PIXELS", 96 * 64 - 1)
+        VideoClip(data, "clip 1")
+    monkeypatch.setattr(video, "MAX_PIXELS", 96 * 64 - 1)
     with pytest.raises(InvalidInputError, match="frames have 6144 pixels; at most"):
-        Clip(data, "clip 1")
+        VideoClip(data, "clip 1")

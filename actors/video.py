@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 # Named one by one: FFmpeg also knows formats that are lists of other files and addresses, which it would open.
-_CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts"
+_CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
 _TAKEN = "send mp4, mov, webm, mkv or avi"
 MAX_FRAMES = 72_000
 """Of a clip, 20 minutes at 60 a second: all up to the last one wanted are decoded."""
 
 
-class Clip:
+class VideoClip:
     """An encoded clip: how many frames it has (`count`) and how many a second (`rate_hz`).
 
     Raises InvalidInputError, which says `where` it is, for what is no clip or has more than `MAX_FRAMES`.
