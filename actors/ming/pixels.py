@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from actors.video import VideoClip
 from actors.ming.towers_config import Pixels, Vision
+from actors.video import VideoClip
 from omniflow.errors import InvalidInputError
 
 if TYPE_CHECKING:

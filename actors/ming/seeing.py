@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from actors.catalogue import PACKAGED
-from actors.video import VideoClip
 from actors.encoding import Recent, advance, digest_of
 from actors.ming.pixels import Shown, show_clip, show_image
 from actors.pictures import read_picture
 from actors.thinker import torch_device
+from actors.video import VideoClip
 from omniflow.actor import Actor, batched
 from omniflow.errors import InvalidInputError
 from omniflow.media import ImageFeatures, Images

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from actors.video import VideoClip
 from actors.ming.pixels import Shown, cut, fitting, frames_to_see, show_clip, show_image
 from actors.ming.towers_config import Pixels, Vision
+from actors.video import VideoClip
 from omniflow.errors import InvalidInputError
 from tests.actors.test_pictures import scene
 from tests.videos import clip, number_of
