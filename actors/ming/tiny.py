@@ -7,6 +7,7 @@ them as noise that swells and fades; the same seed gives the same files.
 from __future__ import annotations
 
 import json
+import wave
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.ming.tensors import Shapes, model_shapes, talker_shapes, vae_shapes
+from actors.ming.tensors import SPEAKER_DIM, Shapes, model_shapes, talker_shapes, vae_shapes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,8 +31,10 @@ THINKER_CONTROLS = (
     "</video> <audioPatch> <audio> </audio> <framePatch>"
 ).split()
 TALKER_CONTROLS = "<|endoftext|> <|im_start|> <|im_end|> <audio> </audio> <audioPatch> <spk> </spk>".split()
-_LETTERS = 256
-"""A token each byte: any text can be written."""
+VOICES = {"DB30": 160.0, "low": 90.0}
+"""What the checkpoint brings, and their pitches in Hz."""
+SAID = "a boat on the river"
+"""In the recordings of the voices."""
 
 WHISPER = {"n_mels": 128, "n_ctx": 1500, "n_state": 32, "n_head": 2, "n_layer": 2}
 VISION = {
@@ -91,7 +94,7 @@ TALKER = {"steps": 10, "patch_size": 4, "history_patch_size": 32, "cfg_strength"
 TALKER["aggregator"] = _DIT
 _BACKBONE = {**TALKER_LLM, "vocab_size": 1, "max_position_embeddings": 4096, "tie_word_embeddings": False}
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
-VAE = {
+VAE: dict[str, Any] = {
     "model_type": "audio_vae",
     "sample_rate": 44100,
     "patch_size": 4,
@@ -123,6 +126,7 @@ def write_checkpoint(folder: Path, seed: int = 0, llm: Mapping[str, Any] = LLM) 
     talker.save(str(folder / "talker" / "llm" / "tokenizer.json"))
     _write_safetensors(folder / "talker" / "model.safetensors", _random(talker_shapes(TALKER, talker_llm), seed))
     _write_safetensors(folder / "talker" / "vae" / "model.safetensors", _audible(_random(vae_shapes(VAE), seed)))
+    _write_voices(folder / "talker")
 
 
 def _config(tokenizer: Tokenizer, llm: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,6 +203,42 @@ def _audible(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     bias[:num_pitches] += np.linspace(3.6, -3, num_pitches)
     weights["decoder.head.out.weight"] *= np.float32(0.7)
     return weights
+
+
+def _write_voices(talker: Path) -> None:
+    """Recordings of `VOICES`, and what hears whose they are."""
+    listed = {name: {"prompt_wav_path": f"data/wavs/{name}.wav", "prompt_text": SAID} for name in VOICES}
+    _write_json(talker / "data" / "voice_name.json", listed)
+    (talker / "data" / "wavs").mkdir()
+    at = np.arange(VAE["sample_rate"]) / VAE["sample_rate"]  # 1 s
+    for name, pitch_hz in VOICES.items():
+        sound = sum(np.sin(2 * np.pi * pitch_hz * tone * at) / tone for tone in range(1, 6))
+        sound = 8000 * sound * np.abs(np.sin(2 * np.pi * 2 * at))
+        with wave.open(str(talker / "data" / "wavs" / f"{name}.wav"), "wb") as file:
+            file.setparams((1, 2, VAE["sample_rate"], 0, "NONE", ""))
+            file.writeframes(sound.astype("<i2").tobytes())
+    _write_speaker_network(talker / "campplus.onnx")
+
+
+def _write_speaker_network(file: Path) -> None:
+    """In CAM++'s place: how loud each band of the features [1, n, 80] is, times a matrix."""
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    matrix = np.random.default_rng(0).standard_normal((80, SPEAKER_DIM)).astype(np.float32) / 9
+    nodes = [
+        helper.make_node("Mul", ["features", "features"], ["squares"]),
+        helper.make_node("ReduceMean", ["squares", "axes"], ["loudness"], keepdims=0),
+        helper.make_node("MatMul", ["loudness", "matrix"], ["embedding"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "speaker",
+        [helper.make_tensor_value_info("features", TensorProto.FLOAT, [1, None, 80])],
+        [helper.make_tensor_value_info("embedding", TensorProto.FLOAT, [1, SPEAKER_DIM])],
+        [numpy_helper.from_array(matrix, "matrix"), numpy_helper.from_array(np.array([1]), "axes")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), file)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
