@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import TypeVar
 
 import numpy as np
 
@@ -24,7 +23,6 @@ from omniflow.media import (
     Waveforms,
 )
 
-T = TypeVar("T")
 SAMPLE_RATE_HZ = 16_000
 
 
@@ -66,13 +64,13 @@ class Preprocess(Actor):
                 return part.text
             case AudioPart():
                 left_s = self._max_audio_s - sum(map(len, media.waves.values())) / SAMPLE_RATE_HZ
-                return media.add(media.waves, await self._decode(part.data, where, left_s))
+                return media.add_wave(await self._decode(part.data, where, left_s))
             case ImagePart():
                 _require_room(len(media.images) - len(media.videos), self._max_images, where, "images")
-                return media.add(media.images, _checked_image(part.data, where))
+                return media.add_picture(_checked_image(part.data, where), where)
             case VideoPart() if self._max_videos:
                 _require_room(len(media.videos), self._max_videos, where, "video clips")
-                media.videos.append(media.add(media.images, _checked_video(part.data, where)))
+                media.videos.append(media.add_picture(_checked_video(part.data, where), where))
                 return media.videos[-1]
             case _:
                 raise UnsupportedError(f"{where}: this model takes no video; {_TAKES}", param="messages")
@@ -101,18 +99,28 @@ class _Media:
         self.waves: dict[int, np.ndarray] = {}
         self.images: dict[int, bytes] = {}
         self.videos: list[int] = []
+        self._where: list[str] = []
 
-    def add(self, kind: dict[int, T], item: T) -> int:
-        """The number of `item`, which is now in `kind`."""
+    def add_wave(self, samples: np.ndarray) -> int:
+        """The number that `samples` now have."""
         number = len(self.waves) + len(self.images)
-        kind[number] = item
+        self.waves[number] = samples
+        return number
+
+    def add_picture(self, data: bytes, where: str) -> int:
+        """The number that an image or a clip now has."""
+        number = len(self.waves) + len(self.images)
+        self.images[number] = data
+        self._where.append(where)
         return number
 
     def waveforms(self) -> Waveforms | None:
         return Waveforms(list(self.waves.values()), tuple(self.waves), SAMPLE_RATE_HZ) if self.waves else None
 
     def pictures(self) -> Images | None:
-        return Images(list(self.images.values()), tuple(self.images), tuple(self.videos)) if self.images else None
+        if not self.images:
+            return None
+        return Images(list(self.images.values()), tuple(self.images), tuple(self.videos), tuple(self._where))
 
 
 _TAKES = "send text, audio or images"

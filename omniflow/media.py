@@ -155,12 +155,13 @@ class Waveforms(msgspec.Struct, frozen=True):
 class Images(msgspec.Struct, frozen=True):
     """The image inputs of one request, still encoded; `index[i]` is the number that `Prompt` uses for image i.
 
-    Those numbers that are in `videos` are clips.
+    Those numbers that are in `videos` are clips. `where[i]` is what the caller knows image i by, for errors.
     """
 
     data: list[bytes]
     index: tuple[int, ...]
     videos: tuple[int, ...] = ()
+    where: tuple[str, ...] = ()
 
 
 class AudioFeatures(msgspec.Struct, frozen=True, kw_only=True):

@@ -236,7 +236,8 @@ async def test_clips_stay_encoded_among_the_images_where_the_model_takes_them(cl
     parts = (ImagePart(PNG), VideoPart(clip), sound, TextPart("what?"), ImagePart(JPEG))
     result = await Preprocess(max_videos=1).run(chat(*parts))
     assert result.prompt.messages[0].pieces == (0, 1, 2, "what?", 3)
-    assert result.image == Images([PNG, clip, JPEG], (0, 1, 3), videos=(1,))
+    where = tuple(f"messages[0].content[{number}]" for number in (0, 1, 4))
+    assert result.image == Images([PNG, clip, JPEG], (0, 1, 3), videos=(1,), where=where)
     assert result.audio is not None and result.audio.index == (2,)
 
 
