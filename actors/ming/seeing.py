@@ -169,7 +169,8 @@ def _items(request: Images) -> list[_Item]:
     for data, index in zip(request.data, request.index, strict=True):
         is_clip = index in request.videos
         number = 1 + sum(item.is_clip == is_clip for item in items)
-        items.append(_Item(data, is_clip, f"{'clip' if is_clip else 'image'} {number} of the conversation"))
+        name = f"{'clip' if is_clip else 'image'} {number} of the conversation"
+        items.append(_Item(data, is_clip, request.where[len(items)] if request.where else name))
     return items
 
 
