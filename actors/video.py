@@ -58,10 +58,8 @@ class VideoClip:
         Raises InvalidInputError where a frame cannot be decoded, or none can. What is counted but not shown, as
         some codecs have it, is the last one that is shown.
         """
-        from PIL import Image
-
         left = list(wanted)
-        last: Image.Image | None = None
+        last: Image | None = None
         with self._opened() as container:
             for number, frame in enumerate(self._frames(container)):
                 if not left:
@@ -69,7 +67,7 @@ class VideoClip:
                 if number < left[0]:
                     yield None
                     continue
-                last = Image.fromarray(np.ascontiguousarray(_upright(frame)))
+                last = self._upright(frame)
                 while left and left[0] <= number:
                     left.pop(0)
                     yield last
@@ -88,6 +86,17 @@ class VideoClip:
             yield from container.decode(stream)
         except av.FFmpegError as error:
             raise self._broken(error) from error
+
+    def _upright(self, frame: av.VideoFrame) -> Image:
+        """Turned as the file says that it is to be shown."""
+        import av
+        from PIL.Image import fromarray
+
+        try:
+            pixels = frame.to_ndarray(format="rgb24")
+        except (av.FFmpegError, ValueError) as error:
+            raise _invalid(f"{self._where}: a frame of the clip cannot be shown ({error}); {_TAKEN}") from error
+        return fromarray(np.ascontiguousarray(np.rot90(pixels, frame.rotation // 90)))
 
     def _opened(self) -> InputContainer:
         import av
@@ -120,11 +129,6 @@ def _rate_hz(times: Sequence[int], stream: av.VideoStream) -> float:
     if span > 0 and stream.time_base:
         return float((len(times) - 1) / (span * stream.time_base))
     return float(stream.average_rate or 1)
-
-
-def _upright(frame: av.VideoFrame) -> np.ndarray:
-    """[height, width, 3], turned as the file says that it is to be shown."""
-    return np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
 
 
 def _invalid(message: str) -> InvalidInputError:

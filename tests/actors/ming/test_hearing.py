@@ -146,5 +146,16 @@ async def test_too_much_is_refused_and_the_next_is_heard(encoder: MingAudioEncod
     assert longest.num_rows == (200,)
 
 
+@pytest.mark.anyio
+async def test_16_bits_hear_nearly_the_same(encoder: MingAudioEncoder, folder: Path) -> None:
+    actor = MingAudioEncoder(model=str(folder), dtype="bfloat16")
+    await actor.setup()
+    request = Waveforms([sound(20_000), sound(777, 1)], (0, 1))
+    ((half,), (whole,)) = (await actor.run([request]), await encoder.run([request]))
+    assert half.rows is not None and whole.rows is not None and half.rows.dtype == np.float32
+    assert 1e-4 < np.abs(half.rows - whole.rows).max() < 0.03
+    assert np.abs(np.linalg.norm(half.rows, axis=1) - 1).max() < 1e-6, "rows are of length 1 in 32 bits"
+
+
 def test_it_says_what_it_reads(folder: Path) -> None:
     assert [weights.path() for weights in MingAudioEncoder(model=str(folder)).weights()] == [folder]

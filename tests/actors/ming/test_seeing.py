@@ -59,7 +59,7 @@ def passes_of(encoder: MingImageEncoder, monkeypatch: pytest.MonkeyPatch) -> lis
     return passes
 
 
-def whole(tower: VisionTower, shown: Shown) -> np.ndarray:
+def rows_by(tower: VisionTower, shown: Shown) -> np.ndarray:
     *_, rows = tower.rows([shown])
     assert rows is not None
     return rows[0]
@@ -81,7 +81,7 @@ async def test_an_image_and_a_clip_become_the_rows_of_their_patches(encoder: Min
     assert features.grids[0] == (1, 5, 12) and features.grids[1][0] == 3
     assert features.frame_s == (0, pytest.approx(1.0), 0)
     for rows, each in zip(rows_of(features), wanted, strict=True):
-        assert np.abs(rows - whole(tower, each)).max() <= 1e-5
+        assert np.abs(rows - rows_by(tower, each)).max() <= 1e-5
 
 
 @pytest.mark.anyio
@@ -136,6 +136,7 @@ async def test_a_pass_is_bounded(encoder: MingImageEncoder, monkeypatch: pytest.
     ("images", "named"),
     [
         (Images([SMALL, b"GIF89a"], (0, 1)), r"^image 2 of the conversation: .*not a png, jpeg or webp"),
+        (Images([SMALL, b"GIF89a"], (0, 1), (), ("a", "messages[0]")), r"^messages\[0\]: .*not a png, jpeg or webp"),
         (
             Images([CLIP, SMALL, CLIP[:99]], (0, 1, 2), (0, 2)),
             r"^clip 2 of the conversation: .*cannot be read as a clip",
@@ -153,6 +154,17 @@ async def test_what_cannot_be_seen_is_named_and_the_next_is_seen(
     assert refused.value.param == "messages"
     (features,) = await encoder.run([Images([SMALL], (0,))])
     assert features.grids == ((1, 2, 3),) and len(features.rows) == 6
+
+
+@pytest.mark.anyio
+async def test_16_bits_see_nearly_the_same(encoder: MingImageEncoder, folder: Path) -> None:
+    actor = MingImageEncoder(model=str(folder), dtype="bfloat16")
+    await actor.setup()
+    request = Images([WIDE, CLIP], (0, 1), (1,))
+    ((half,), (whole,)) = (await actor.run([request]), await encoder.run([request]))
+    assert half.grids == whole.grids and half.rows.dtype == np.float32
+    assert 1e-4 < np.abs(half.rows - whole.rows).max() < 0.03
+    assert np.abs(np.linalg.norm(half.rows, axis=1) - 1).max() < 1e-6, "rows are of length 1 in 32 bits"
 
 
 def test_it_says_what_it_reads(folder: Path) -> None:
