@@ -1,0 +1,183 @@
+"""Ming's thinker at its real widths on SGLang: `python -m bench.gpu.ming_thinker --layers 4 8 --json FILE`.
+
+Random bf16 weights with as many of its 32 layers as are named (the first is dense, as in the model). Steps that decode,
+under CUDA graphs, beside the time that the memory needs for the bytes that such a step cannot do without; prompts with
+and without media; what it costs to be told hidden states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from actors.ming.thinker_config import AUDIO, IMAGE, Thinker
+from actors.ming.thinker_places import Grid, places
+from bench.gpu.engine import copy_bandwidth, machine, prompts
+from omniflow.engine.base import EngineRequest, Sampling
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 157184,
+    "hidden_size": 4096,
+    "intermediate_size": 9216,
+    "moe_intermediate_size": 1024,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 1,
+    "router_type": "MultiRouter",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 2.4e6,
+    "rope_scaling": {"type": "video_rope"},
+    "max_position_embeddings": 32768,
+}
+WHOLE = 32
+"""Layers of the model."""
+
+
+def build(layers: int, max_running: int, eager: bool) -> Any:
+    from actors.ming.thinker_sglang import load_sglang_thinker
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"torch_dtype": "bfloat16", "llm_config": CONFIG | {"num_hidden_layers": layers}}
+        Path(folder, "config.json").write_text(json.dumps(config))
+        limits: Any = {"max_running": max_running, "max_waiting": 64, "kv_tokens": 65536}
+        more: Any = {"load_format": "dummy", "disable_cuda_graph": eager, "chunked_prefill_size": 8192}
+        engine = load_sglang_thinker(Path(folder), **limits, **more)
+    torch.manual_seed(0)
+    for name, weight in engine._scheduler.model.named_parameters():
+        # SGLang's own random numbers are the same in each layer, and so small that all tokens go to the same experts.
+        weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(std=0.02)
+    return engine
+
+
+def experts_read(engine: Any, batch: int) -> float:
+    """Different experts that a layer chooses for `batch` inputs that are not alike: mean over the layers."""
+    counts = []
+    for layer in engine._scheduler.model.model.layers[1:]:
+        x = torch.randn(batch, CONFIG["hidden_size"], device="cuda", dtype=torch.bfloat16)
+        counts.append(layer.mlp.gate(x).topk_ids.unique().numel())
+    return statistics.mean(counts)
+
+
+def step_bytes(layers: int, experts: float, batch: int, positions: int) -> float:
+    """The fewest bytes that a step reads: every weight that it uses once, and the keys and values."""
+    shape = msgspec.convert(CONFIG | {"num_hidden_layers": layers}, Thinker)
+    hidden, inner, dim = shape.hidden_size, shape.moe_intermediate_size, shape.dim
+    attention = hidden * dim * 2 * (shape.num_attention_heads + shape.num_key_value_heads)
+    routed = 3 * hidden * inner * (experts + shape.num_shared_experts) + 2 * hidden * shape.num_experts  # float32
+    dense = 3 * hidden * shape.intermediate_size
+    keys = 2 * shape.num_key_value_heads * dim * positions * batch
+    return 2.0 * (layers * (attention + keys) + (layers - 1) * routed + dense + hidden * shape.vocab_size)
+
+
+def decode_ms(engine: Any, batch: int, tokens: int, hidden: Any = None) -> float:
+    """A step of `batch` requests that all decode."""
+    for number, ids in enumerate(prompts(batch, 7)):
+        sampling = Sampling(max_tokens=tokens)
+        engine.start(EngineRequest(id=str(number), ids=ids, sampling=sampling, hidden=hidden))
+    ends = []
+    while engine.has_work():
+        if len(engine.step()) == batch:
+            ends.append(time.perf_counter())
+    steps = [1e3 * (after - before) for before, after in zip(ends[4:], ends[5:], strict=False)]
+    return statistics.mean(sorted(steps)[: max(1, len(steps) * 9 // 10)])
+
+
+def prefill_ms(engine: Any, kinds: str) -> float:
+    """A prompt of 4,096 inputs, all text, or 3,072 of them of images and 512 of audio: to its first token."""
+    times = []
+    for round in range(4):
+        generator = torch.Generator().manual_seed(100 + round)
+        request = EngineRequest(
+            id="p",
+            ids=torch.randint(10, 100_000, (4096,), generator=generator).tolist(),
+            sampling=Sampling(max_tokens=1),
+        )
+        if kinds == "media":
+            request = with_media(request, generator)
+        begin = time.perf_counter()
+        engine.start(request)
+        while engine.has_work():
+            engine.step()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times[1:])
+
+
+def with_media(request: EngineRequest, generator: torch.Generator) -> EngineRequest:
+    parts: list[int | Grid] = [128, Grid(1, 48, 32), 64, Grid(1, 48, 32), 64, 512, 256]
+    kinds = torch.zeros(4096, dtype=torch.uint8)
+    kinds[128:1664] = kinds[1728:3264] = IMAGE
+    kinds[3328:3840] = AUDIO
+    at = tuple(kinds.nonzero().flatten().tolist())
+    rows = torch.randn(len(at), CONFIG["hidden_size"], generator=generator).to(torch.bfloat16)
+    where = torch.from_numpy(places(parts))
+    return msgspec.structs.replace(request, embeds=rows, positions=at, places=where, kinds=kinds)
+
+
+def measure(layers: int, arguments: argparse.Namespace, bandwidth: float) -> dict[str, Any]:
+    begin = time.perf_counter()
+    engine = build(layers, max(arguments.batches), arguments.eager)
+    results: dict[str, Any] = {"start_s": round(time.perf_counter() - begin, 1)}
+    results["gpu_gb"] = round(torch.cuda.memory_reserved() / 1e9, 1)
+    for batch in arguments.batches:
+        decode_ms(engine, batch, 8)
+        step, experts = decode_ms(engine, batch, arguments.tokens), experts_read(engine, batch)
+        floor = 1e3 * step_bytes(layers, experts, batch, 128 + arguments.tokens // 2) / bandwidth
+        entry = {"step_ms": step, "tokens_per_s": 1e3 * batch / step, "experts_a_layer": experts, "floor_ms": floor}
+        results[str(batch)] = {name: round(value, 3) for name, value in entry.items()} | {"of_floor": step / floor}
+        print(layers, "layers", batch, json.dumps(results[str(batch)]), flush=True)
+    batch = max(arguments.batches)
+    results["hidden_ms"] = {
+        str(hidden): round(decode_ms(engine, batch, arguments.tokens, hidden), 3) for hidden in (None, "last", None)
+    }
+    results["prefill_4096_ms"] = {kinds: round(prefill_ms(engine, kinds), 1) for kinds in ("text", "media")}
+    print(layers, "layers", json.dumps({name: results[name] for name in ("hidden_ms", "prefill_4096_ms")}), flush=True)
+    engine.close()
+    return results
+
+
+def whole(layers: list[int], results: dict[str, Any], batch: int) -> dict[str, float]:
+    """A step of all 32 layers, if each further one takes what it took between the two sizes; not measured."""
+    fewer, more = sorted(layers)
+    a, b = results[str(fewer)][str(batch)], results[str(more)][str(batch)]
+    step = b["step_ms"] + (WHOLE - more) * (b["step_ms"] - a["step_ms"]) / (more - fewer)
+    return {"step_ms": round(step, 2), "tokens_per_s": round(1e3 * batch / step, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", nargs="+", type=int, default=[4, 8])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    torch.cuda.empty_cache()
+    results: dict[str, Any] = {"copy_tb_per_s": round(bandwidth / 1e12, 2)}
+    for layers in arguments.layers:
+        results[str(layers)] = measure(layers, arguments, bandwidth)
+    if len(arguments.layers) == 2:
+        results["estimated_whole"] = {str(b): whole(arguments.layers, results, b) for b in arguments.batches}
+        print("estimated, 32 layers:", json.dumps(results["estimated_whole"]), flush=True)
+    if arguments.json is not None:
+        key = "eager" if arguments.eager else "graphs"
+        found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        arguments.json.write_text(json.dumps(found | {"machine": machine(), key: results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
