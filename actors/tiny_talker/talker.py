@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,17 +60,19 @@ class TinyTalker(ArTalker):
 
 
 class TinyTalkerScript(Script):
-    """What the tiny talker says of itself in its config.json, and how it is spoken to."""
+    """What the tiny talker says of itself in its config.json, and how it is spoken to.
 
-    def __init__(self, folder: Path) -> None:
+    `phonemes` makes eSpeak's IPA of text; without one, that is `actors.piper.g2p`.
+    """
+
+    def __init__(self, folder: Path, phonemes: Callable[[str], str] | None = None) -> None:
         # Imported here: torch and the dictionary take 3 s, which only the process that speaks should spend.
-        from actors.piper.g2p import EnglishPhonemes
         from actors.tiny_talker.model import Config, load_codebooks
 
         self._folder = folder
         self._config = Config.load(folder)
         self._codebooks = load_codebooks(folder)
-        self._phonemes = EnglishPhonemes()
+        self._phonemes = _english() if phonemes is None else phonemes
         self.num_codes = self._config.code_predictor_config.num_code_groups
         draw = self._config.sampling
         self.sampling = Sampling(temperature=draw.temperature, top_k=draw.top_k, top_p=draw.top_p)
@@ -112,3 +114,9 @@ class TinyTalkerScript(Script):
         from actors.tiny_talker.model import load_model
 
         return load_model(self._folder)
+
+
+def _english() -> Callable[[str], str]:
+    from actors.piper.g2p import EnglishPhonemes
+
+    return EnglishPhonemes()

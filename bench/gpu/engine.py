@@ -1,6 +1,7 @@
 """The SGLang engine on one GPU: `python -m bench.gpu.engine PART --json FILE`, with the SGLang that is installed.
 
     llama    EngineLoop and SGLangEngine, as an actor drives them, against SGLang's own scheduler loop in one process
+    steps    where the time of a step goes on the actor's way: SGLang, our engine around it, our loop, and the readers
     sglang   sgl.Engine, which streams through processes of its own: the same model, prompts and settings
     talker   a talker-shaped mixture of experts with a depth head: CUDA graphs, eager, and what its memory would allow
     budgets  two engines and a codec on one GPU, started in several orders and at once: what each holds
@@ -220,6 +221,84 @@ async def llama_rounds(model: dict[str, Any], arguments: argparse.Namespace) -> 
     print(f"built in {time.perf_counter() - begin:.1f} s, imports included", flush=True)
     results = await compare(Rounds(loop, engines.pop()), arguments.batches, arguments.tokens, arguments.rounds)
     await loop.close()
+    return results
+
+
+class Watched:
+    """Times what the engine's thread does; all in seconds, one entry a step."""
+
+    def __init__(self, loop: EngineLoop, engine: Any) -> None:
+        self.spent: dict[str, list[float]] = {"sglang": [], "launch": [], "results": [], "engine": [], "loop": []}
+        self._last = 0.0
+        scheduler = engine._scheduler
+        for owner, method, name in (
+            (scheduler, "run_batch", "launch"),
+            (scheduler, "process_batch_result", "results"),
+            (scheduler, "step", "sglang"),
+            (engine, "step", "engine"),
+        ):
+            setattr(owner, method, self._timed(owner, method, name))
+        step = loop._step
+
+        def between(engine: Any) -> None:
+            began = time.perf_counter()
+            if self._last:
+                self.spent["loop"].append(began - self._last)  # handing over, commands, and waiting for Python's lock
+            step(engine)
+            self._last = time.perf_counter()
+
+        loop._step = between  # type: ignore[method-assign]
+
+    def _timed(self, owner: Any, method: str, name: str) -> Any:
+        call = owner.__getattribute__(method)
+
+        def timed(*arguments: Any, **settings: Any) -> Any:
+            began = time.perf_counter()
+            found = call(*arguments, **settings)
+            self.spent[name].append(time.perf_counter() - began)
+            return found
+
+        return timed
+
+    def take(self) -> dict[str, float]:
+        """Microseconds a step, medians, of what was seen since the last call; `engine` without SGLang's part."""
+        middle = {name: 1e6 * statistics.median(each[len(each) // 4 :] or [0.0]) for name, each in self.spent.items()}
+        middle["engine"] -= middle["sglang"]
+        for each in self.spent.values():
+            each.clear()
+        return {name: round(value, 1) for name, value in middle.items()}
+
+
+async def steps_of(model: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    from omniflow.engine.sglang import load_engine
+
+    engines: list[Any] = []
+
+    def build() -> Any:
+        settings = {name: value for name, value in model.items() if name != "model_path"}
+        limits: Any = {"max_running": max(arguments.batches), "kv_tokens": arguments.kv_tokens}
+        engines.append(load_engine(Path(model["model_path"]), **limits, **settings))
+        return engines[0]
+
+    loop = EngineLoop(build, gather_s=GATHER_S)
+    await loop.setup()
+    watched = Watched(loop, engines.pop())
+    results: dict[str, Any] = {}
+    for batch in arguments.batches:
+        await actor_round(loop, prompts(batch, 0), 32)
+        watched.take()
+        found = await actor_round(loop, prompts(batch, 1), arguments.tokens)
+        results[str(batch)] = watched.take() | {"step": round(1e6 * batch / found["tokens_per_s"], 1)}
+        print(batch, json.dumps(results[str(batch)]), flush=True)
+    await loop.close()
+    return results
+
+
+def steps(arguments: argparse.Namespace) -> dict[str, Any]:
+    results = {}
+    for size in arguments.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            results[size] = asyncio.run(steps_of(model_settings(size, folder, arguments), arguments))
     return results
 
 
@@ -501,7 +580,7 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["llama", "sglang", "talker", "budgets"])
+    parser.add_argument("part", choices=["llama", "steps", "sglang", "talker", "budgets"])
     parser.add_argument("--json", type=Path, help="results are added to those that are in this file")
     parser.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=[*LLAMAS, "smollm2"])
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2's weights")
@@ -510,7 +589,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-tokens", type=int, default=65536)
     arguments = parser.parse_args()
-    part = {"llama": llama, "sglang": sglang, "talker": talker, "budgets": budgets}[arguments.part]
+    part = {"llama": llama, "steps": steps, "sglang": sglang, "talker": talker, "budgets": budgets}[arguments.part]
     results = part(arguments)
     if arguments.json is not None:
         found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}

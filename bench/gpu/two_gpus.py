@@ -1,0 +1,194 @@
+"""A graph over several GPUs and on one: `python -m bench.gpu.two_gpus --model FOLDER --vocoder FOLDER`.
+
+    thinker (SGLang) ~> detokenize ~> segment ~> talker (SGLang, the tiny talker) ~> vocoder (CPU)
+
+The thinker is on the first GPU, talkers on the others in turn: with N GPUs there are N - 1 talkers, and clients take
+turns at them. Said are the plan, what each GPU holds, the first text and first sound of a client, and how much is said
+in all, for 1, 4 and 16 clients at once. The dictionary is not needed here: the talker reads text letter by letter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import anyio
+
+from actors.detokenize import Detokenize
+from actors.piper.vocoder import PiperVocoder
+from actors.segmenter import Segmenter
+from actors.thinker import Thinker
+from actors.tiny_talker.talker import TinyTalker, TinyTalkerScript
+from bench.gpu.kills import memory_used
+from bench.gpu.thinker import prompt_ids
+from omniflow import Budget, Graph, Runtime, plan
+from omniflow.cli.machine import this_machine
+from omniflow.config import RuntimeConfig
+from omniflow.media import Options, TokenPrompt
+
+CLIENTS = (1, 4, 16)
+SOUNDS = dict(
+    zip("abcdefghijklmnopqrstuvwxyz", "æ b k d ɛ f ɡ h ɪ dʒ k l m n ɑ p k ɹ s t ʌ v w ks j z".split(), strict=True)
+)
+
+
+def spelled(text: str) -> str:
+    """As many sounds as letters: what the talker has to do is the same."""
+    words = [
+        "".join(SOUNDS.get(letter, letter if letter in ".,!?;:" else "") for letter in word)
+        for word in text.lower().split()
+    ]
+    return " ".join(word for word in words if word.strip(".,!?;:"))
+
+
+class SpelledTalker(TinyTalker):
+    """The tiny talker without its dictionary."""
+
+    preload: ClassVar[tuple[str, ...]] = ("torch", "actors.tiny_talker.model")  # type: ignore[assignment]
+
+    def load_script(self, folder: Path) -> TinyTalkerScript:
+        return TinyTalkerScript(folder, spelled)
+
+
+def build(arguments: argparse.Namespace, talkers: list[str]) -> Graph:
+    """The graph with a talker on each of these devices."""
+    graph = Graph("several_gpus")
+    engine: dict[str, Any] = {"engine": "sglang" if arguments.device == "gpu" else "transformers"}
+    thinker = graph.stage(
+        "thinker",
+        Thinker,
+        model=arguments.model,
+        device="gpu:0" if arguments.device == "gpu" else "cpu",
+        dtype="bfloat16",
+        max_running=16,
+        kv_tokens=32768,
+        memory=Budget(weights="600 MB", workspace="2.4 GB", kv_tokens=32768, kv_bytes_per_token=23040),
+        **engine,
+    )
+    detokenize = graph.stage("detokenize", Detokenize, near="thinker", model=arguments.model)
+    graph.stream(thinker, detokenize, bound=64)
+    graph.output(text=detokenize["text"], usage=thinker["result"])
+    for number, device in enumerate(talkers):
+        segment = graph.stage(f"segment{number}", Segmenter, near=f"talker{number}")
+        talker = graph.stage(
+            f"talker{number}",
+            SpelledTalker,
+            device=device,
+            max_running=16,
+            memory=Budget(weights="100 MB", workspace="2.9 GB"),
+            engine="sglang" if arguments.device == "gpu" else "reference",
+        )
+        vocoder = graph.stage(f"vocoder{number}", PiperVocoder, model=arguments.vocoder)
+        graph.stream(detokenize["text"], segment, bound=64)
+        graph.stream(segment, talker, bound=8)
+        graph.stream(talker, vocoder, bound=8)
+        graph.output(**{f"audio{number}": vocoder})
+    graph.input(chat=thinker)
+    return graph
+
+
+class Heard:
+    """What one client got."""
+
+    def __init__(self) -> None:
+        self.first_text_s = self.first_sound_s = 0.0
+        self.sound_s = 0.0
+        self.tokens = 0
+
+
+async def listen(runtime: Runtime, ids: list[int], tokens: int, audio: str) -> Heard:
+    heard, began = Heard(), time.perf_counter()
+    options = Options(temperature=0.0, max_tokens=tokens, seed=None)
+    async with await runtime.submit(
+        "chat", TokenPrompt(ids), outputs={"text", "usage", audio}, options=options
+    ) as reply:
+        async for output in reply:
+            passed = time.perf_counter() - began
+            if output.name == "text":
+                heard.first_text_s = heard.first_text_s or passed
+            elif output.name == "usage":
+                heard.tokens = output.value.completion_tokens
+            else:
+                heard.first_sound_s = heard.first_sound_s or passed
+                heard.sound_s += output.value.duration_s
+    return heard
+
+
+async def together(
+    runtime: Runtime, asked: list[list[int]], arguments: argparse.Namespace, count: int
+) -> dict[str, Any]:
+    """`count` clients at once, `rounds` questions each, one after the other."""
+    all_heard: list[Heard] = []
+    outputs = sorted(name for name in runtime.plan.outputs if name.startswith("audio"))
+
+    async def client(number: int) -> None:
+        for turn in range(arguments.rounds):
+            ids = asked[(number + turn) % len(asked)]
+            all_heard.append(await listen(runtime, ids, arguments.tokens, outputs[number % len(outputs)]))
+
+    began = time.perf_counter()
+    async with anyio.create_task_group() as tasks:
+        for number in range(count):
+            tasks.start_soon(client, number)
+    took = time.perf_counter() - began
+    return {
+        "first_text_ms": round(1e3 * statistics.median(each.first_text_s for each in all_heard), 1),
+        "first_sound_ms": round(1e3 * statistics.median(each.first_sound_s for each in all_heard), 1),
+        "first_sound_last_ms": round(1e3 * max(each.first_sound_s for each in all_heard), 1),
+        "tokens_per_s": round(sum(each.tokens for each in all_heard) / took, 1),
+        "sound_s_per_s": round(sum(each.sound_s for each in all_heard) / took, 2),
+    }
+
+
+async def measure(arguments: argparse.Namespace, talkers: list[str]) -> dict[str, Any]:
+    asked = prompt_ids(arguments.model)
+    config = RuntimeConfig(start_timeout_s=120.0, step_s=60.0, deadline_s=120.0)
+    gpus = sorted({device for device in ["gpu:0", *talkers] if device.startswith("gpu")})
+    before = {gpu: memory_used(int(gpu[4:])) for gpu in gpus}
+    planned = plan(build(arguments, talkers).spec(), this_machine(), config)
+    found: dict[str, Any] = {
+        "hosts": {host.name: [*host.devices, f"{host.device_bytes / 1e9:.2f} GB"] for host in planned.hosts},
+        "edges": {f"{edge.source}>{edge.target}": edge.transport for edge in planned.edges},
+    }
+    began = time.perf_counter()
+    async with Runtime(planned, config) as runtime:
+        found["start_s"] = round(time.perf_counter() - began, 2)
+        for count in (1, 16):
+            await together(runtime, asked, arguments, count)  # what is compiled or allocated on first use
+        found["gpus_mb"] = {gpu: round(memory_used(int(gpu[4:])) - before[gpu]) for gpu in gpus}
+        for count in CLIENTS:
+            found[f"{count} clients"] = await together(runtime, asked, arguments, count)
+            print(count, json.dumps(found[f"{count} clients"]), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of the thinker's checkpoint")
+    parser.add_argument("--vocoder", required=True, help="folder of a Piper voice")
+    parser.add_argument("--device", default="gpu", choices=["gpu", "cpu"])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    num_gpus = len(this_machine().gpus)
+    plans = {"one GPU": ["gpu:0"]}
+    if num_gpus > 1:
+        plans[f"{num_gpus} GPUs"] = [f"gpu:{number}" for number in range(1, num_gpus)]
+    if arguments.device == "cpu":
+        plans = {"CPU": ["cpu"]}
+    found = {}
+    for name, talkers in plans.items():
+        print(name, flush=True)
+        found[name] = anyio.run(measure, arguments, talkers)
+        print(json.dumps({name: found[name]}, indent=1), flush=True)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
