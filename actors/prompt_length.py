@@ -32,9 +32,10 @@ class PromptLength:
     ) -> None:
         """Count step by step, so that megabytes do not hold up the prompts of others before they are refused.
 
-        Raises ContextLengthError as `check` does, for what is surely too long.
+        At least a token stands between two of the `texts`. Raises ContextLengthError as `check` does, for what is
+        surely too long.
         """
-        whole = "\n".join(texts)  # the template writes more than a line break between two of them
+        whole = "\n".join(texts)
         at_least = num_media
         if at_least > self._limit:
             raise self._too_long(f"more than {at_least}", num_media)

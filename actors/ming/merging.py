@@ -61,11 +61,11 @@ class MingMerge(MergeRole):
         if ctx.options.tools:
             raise UnsupportedError("tools: this model knows no tools; send none", param="tools")
         media = self._media(prompt, audio, image)
-        pieces = [media[piece] if isinstance(piece, int) else piece for piece in laid_out(prompt)]
+        segments = list(_joined(media[piece] if isinstance(piece, int) else piece for piece in laid_out(prompt)))
         num_rows = sum(len(each.rows) for each in media.values())
-        texts = [piece for piece in pieces if isinstance(piece, str)]
+        texts = [each for each in segments if isinstance(each, str)]
         await self._length.refuse_far_too_long(self.offload, texts, num_rows)
-        written = await self.offload(self._write, pieces)
+        written = await self.offload(self._write, segments)
         self._length.check(len(written.ids), num_rows)
         return await self.offload(written.prompt, ctx.allocate) if media else TokenPrompt(written.ids)
 
@@ -81,8 +81,7 @@ class MingMerge(MergeRole):
                 raise ProtocolError(f"media {number} has rows of {width} numbers; the model takes {self._hidden_size}")
         return dict(found)
 
-    def _write(self, pieces: Sequence[str | Control | Media]) -> _Written:
-        segments = list(_joined(pieces))
+    def _write(self, segments: Sequence[str | Control | Media]) -> _Written:
         encoded = iter(self._vocabulary.encode([each for each in segments if isinstance(each, str)]))
         written = _Written()
         for each in segments:

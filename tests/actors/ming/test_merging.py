@@ -182,6 +182,14 @@ async def test_what_is_far_too_long_is_refused_before_it_is_written(
         await merge.run(user(0, text), heard(num_rows), None, context())
 
 
+async def test_pieces_of_a_message_are_not_counted_apart(merge: MingMerge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.prompt_length.STEP_CHARS", 50)
+    monkeypatch.setattr("actors.prompt_length.TOKENS_OF_A_CUT", 0)
+    room = CONFIG["max_position_embeddings"] - RESERVED_TOKENS - len(ids_of(BEGIN + END))
+    result = await merge.run(user(*"a" * room), None, None, context())
+    assert len(result.ids) == CONFIG["max_position_embeddings"] - RESERVED_TOKENS
+
+
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
