@@ -120,10 +120,77 @@ ming = {
     "voice": bind(MingVoiceEncoder, model=CHECKPOINT, restart=again),
     "transcribe": absent("this model writes down what it hears in a chat: send the audio, and ask for its words"),
 }
-MING = "bailingmm_moe_v2_lite"
+gpu_speech = {
+    "talker": bind(
+        MingTalker,
+        model=CHECKPOINT,
+        device="gpu",
+        max_running=32,
+        max_waiting=256,
+        kv_tokens=32768,
+        memory=Budget(weights="2.6 GB", workspace="6 GB", kv_tokens=32768, kv_bytes_per_token=12288),
+        restart=again,
+    ),
+    "vocoder": bind(
+        MingVocoder, model=CHECKPOINT, device="gpu", memory=Budget(weights="0.8 GB", workspace="4 GB"), restart=again
+    ),
+}
+gpu = {
+    "audio_encoder": bind(
+        MingAudioEncoder,
+        model=CHECKPOINT,
+        device="gpu",
+        memory=Budget(weights="1.4 GB", workspace="3 GB"),
+        restart=again,
+    ),
+    "image_encoder": bind(
+        MingImageEncoder,
+        model=CHECKPOINT,
+        device="gpu",
+        memory=Budget(weights="1.3 GB", workspace="5 GB"),
+        restart=again,
+    ),
+    "thinker": bind(
+        MingThinker,
+        model=CHECKPOINT,
+        engine="sglang",
+        device="gpu",
+        tp=4,
+        max_running=64,
+        max_waiting=256,
+        kv_tokens=262144,
+        memory=Budget(
+            weights="206 GB",
+            workspace="6 GB",
+            kv_tokens=262144,
+            kv_bytes_per_token=65536,
+            heads=32,
+            kv_heads=4,
+        ),
+        restart=again,
+    ),
+    **gpu_speech,
+}
+MING, TTS = "bailingmm_moe_v2_lite", "hf:inclusionAI/Ming-omni-tts-0.5B"
 graph.profile(
     "tiny",
     "all of Ming-flash-omni-2.0 with tiny random weights, on a CPU: it answers, and speaks, without sense",
     Checkpoint("ming-tiny", {"model_type": MING, "llm_config.hidden_size": range(1, 1025)}),
     **ming,
+)
+graph.profile(
+    "ming-flash-omni-2.0",
+    "100 B parameters, 6 B at work: its thinker on 4 GPUs of 80 GB, ears, eyes and speech beside it or on further ones",
+    Checkpoint(
+        "hf:inclusionAI/Ming-flash-omni-2.0",
+        {"model_type": MING, "vision_config.model_type": ("qwen3_moe_vit", None)},
+    ),
+    **ming | gpu,
+)
+only_speaks = absent("Ming-omni-tts only speaks: send its text to /v1/audio/speech")
+graph.profile(
+    "ming-omni-tts",
+    "Ming-omni-tts-0.5B, or the talker of Ming-flash-omni alone: speech from text on one GPU",
+    Checkpoint(TTS, {"model_type": "dense"}),
+    **dict.fromkeys(ming, only_speaks) | {name: ming[name] for name in ("segment", "voice")} | gpu_speech,
 )

@@ -339,7 +339,7 @@ def route(edges: Iterable[Edge], absent: Mapping[str, str], entry: str, outputs:
 
 def reachable_outputs(spec: GraphSpec, entry: str) -> tuple[str, ...]:
     """The outputs that a request entering at `entry` can ask for."""
-    starts = [edge.target for edge in spec.inputs if edge.source_port == entry]
+    starts = [edge.target for edge in spec.inputs if edge.source_port == entry and edge.target not in spec.absent]
     seen = walk(starts, spec.edges, forward=True)
     return tuple(exit.target_port for exit in spec.outputs if exit.source in seen and exit.source not in spec.absent)
 

@@ -160,7 +160,10 @@ def _refuse_late_values(spec: GraphSpec) -> None:
 
 def _refuse_lost_skips(spec: GraphSpec) -> None:
     """A skip passes through stages with one input, and must meet an optional port before what needs a value."""
-    skipped: set[str] = set(spec.absent)
+    entries = [edge.target for edge in spec.inputs if edge.target not in spec.absent]
+    reached = walk(entries, spec.edges, forward=True)
+    # An absent stage that no request gets to skips nothing: what comes behind it is entered elsewhere.
+    skipped = spec.absent.keys() & reached
     changed = True
     while changed:
         changed = False
@@ -179,7 +182,12 @@ def _refuse_lost_skips(spec: GraphSpec) -> None:
             skipped.add(stage.name)
             changed = True
     for exit in spec.outputs:
-        if exit.source not in spec.absent and (exit.source in skipped):
+        if exit.source not in spec.absent and exit.source not in reached:
+            raise GraphError(
+                f"output {exit.target_port!r}: no request gets to stage {exit.source!r}: every stage before it is "
+                f"absent; leave it out, too"
+            )
+        if exit.source not in spec.absent and exit.source in skipped:
             raise GraphError(
                 f"output {exit.target_port!r}: stage {exit.source!r} may be skipped, so a request could end without "
                 f"it; put a stage with an optional port before it"

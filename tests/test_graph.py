@@ -597,8 +597,7 @@ WHOLE: dict[str, tuple[Callable[[], Graph], str]] = {
     ),
     "behind an absent stage": (
         behind_an_absent_stage,
-        "output 'answer': stage 's1' may be skipped, so a request could end without it; put a stage with an optional "
-        "port before it",
+        "output 'answer': no request gets to stage 's1': every stage before it is absent; leave it out, too",
     ),
     "misfit input": (
         lambda: misfit(AtoA, StreamToA),
@@ -840,6 +839,25 @@ def test_the_first_profile_that_takes_a_checkpoint_is_for_it() -> None:
     )
     with pytest.raises(GraphError, match="'g' has no profile that takes a checkpoint"):
         closed(AtoA)[0].profile_for("x", {})
+
+
+def test_behind_absent_stages_that_nobody_gets_to_a_graph_still_serves() -> None:
+    """A model that only speaks: what thinks is absent, and speech enters behind it."""
+    graph = Graph("g")
+    think, write, speak = (graph.stage(name, AtoA) for name in ("think", "write", "speak"))
+    graph.result(think, write)
+    graph.result(write, speak)
+    graph.input(chat=think, speech=speak)
+    graph.output(text=write, audio=speak)
+    both = dict.fromkeys(("think", "write"), absent("it only speaks"))
+    graph.profile("voice", "why", **both)
+    spec = graph.spec()
+    assert reachable_outputs(spec, "speech") == ("audio",)
+    assert reachable_outputs(spec, "chat") == ()
+    assert route(spec.all_edges, spec.absent, "speech", ["audio"]).stages == {"speak"}
+    graph.profile("mute", "why", write=absent("it writes nothing"))
+    with pytest.raises(GraphError, match="output 'audio': stage 'speak' may be skipped"):
+        graph.spec("mute")
 
 
 # -- routes ------------------------------------------------------------------------------------------------------------
