@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -78,10 +79,9 @@ def asked(*parts: dict[str, Any], **more: object) -> dict[str, Any]:
     return {"model": "ming_omni", "messages": [{"role": "user", "content": list(parts)}], "seed": 1, **more}
 
 
-def speech(server: Server, seed: int, text: str = TEXT) -> bytes:
-    client = server.client()
+def speech(server: Server, seed: int, voice: str = "alloy") -> bytes:
     body: dict[str, Any] = {"response_format": "wav", "extra_body": {"seed": seed}}
-    return client.audio.speech.create(model="ming_omni", voice="alloy", input=text, **body).content
+    return server.client().audio.speech.create(model="ming_omni", voice=voice, input=TEXT, **body).content
 
 
 def test_it_starts_without_a_network_and_says_what_is_missing(tiny: Server, folder: Path) -> None:
@@ -157,6 +157,16 @@ def test_speech_is_the_same_alone_beside_others_and_streamed(tiny: Server) -> No
             event = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
             streamed += base64.b64decode(event.get("audio", ""))
     assert streamed[-1000:] == alone[-1000:] and abs(len(streamed) - len(alone)) < 100  # of sizes in the head
+
+
+def test_it_speaks_with_the_voices_of_its_checkpoint(tiny: Server) -> None:
+    listed = httpx.get(f"{tiny.url}/v1/audio/voices").json()
+    assert {"DB30", "low"} <= set(re.findall(r"\w+", json.dumps(listed)))
+    assert speech(tiny, 3, "DB30") == speech(tiny, 3)  # a voice of OpenAI's is the checkpoint's first
+    assert speech(tiny, 3, "low") != speech(tiny, 3)
+    with pytest.raises(openai.BadRequestError, match="bob") as refused:
+        speech(tiny, 3, "bob")
+    assert refused.value.param == "voice"
 
 
 def test_a_killed_talker_fails_its_request_and_comes_back(tiny: Server) -> None:

@@ -1,0 +1,107 @@
+"""The graph that ships: which profile serves which checkpoint, and where the real model would run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.ming.tensors import model_shapes, talker_shapes, vae_shapes
+from graphs.ming_omni import graph
+from omniflow import GraphError, PlanError, cluster_named, plan
+from omniflow.config import Layer, configure
+from omniflow.topology import parse_bytes
+
+FLASH = "ming-flash-omni-2.0"
+CONFIGS = json.loads((Path(__file__).parent / "actors/ming/fixtures/flash_omni_2.json").read_text())["configs"]
+ROOT: dict[str, Any] = CONFIGS["."]
+
+
+@pytest.mark.parametrize(
+    ("config", "profile"),
+    [
+        (ROOT, FLASH),
+        ({**ROOT, "vision_config": {"depth": 27}}, FLASH),
+        ({**ROOT, "llm_config": {"hidden_size": 64}}, "tiny"),
+        ({"model_type": "dense", "llm_config": {"hidden_size": 896}}, "ming-omni-tts"),
+    ],
+)
+def test_a_checkpoint_finds_its_profile(config: dict[str, Any], profile: str) -> None:
+    assert graph.profile_for("x", config).name == profile
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        # Ming-flash-omni-preview sees with another tower, and Ming-lite-omni has other parts throughout.
+        ({**ROOT, "vision_config": {"model_type": "qwen2_5_vit"}}, "vision_config.model_type qwen2_5_vit"),
+        ({"model_type": "bailingmm", "llm_config": {"hidden_size": 2048}}, "model_type bailingmm"),
+        ({}, "no model_type"),
+    ],
+)
+def test_its_relatives_are_refused_by_what_they_are(config: dict[str, Any], found: str) -> None:
+    with pytest.raises(GraphError, match=f"no profile of 'ming_omni' is for such a checkpoint.* has .*{found}"):
+        graph.profile_for("x", config)
+
+
+@pytest.mark.parametrize("name", ["tiny", FLASH, "ming-omni-tts"])
+def test_one_checkpoint_is_that_of_all_stages(name: str) -> None:
+    profile = graph.profiles[name]
+    layer = Layer("--model", dict.fromkeys(profile.of_checkpoint, "/other"))
+    stages = configure(graph.spec(name), [layer]).spec.stages
+    assert {stage.settings.get("model", "/other") for stage in stages} == {"/other"}
+    assert len(profile.of_checkpoint) >= 3
+
+
+@pytest.mark.parametrize("cluster", ["4xh200", "8xh200", "4xh100", "8xh100"])
+def test_the_real_model_has_a_plan(cluster: str) -> None:
+    made = plan(graph.spec(FLASH), cluster_named(cluster))
+    (thinker,) = [host for host in made.hosts if "thinker" in host.stages]
+    assert thinker.devices == ("gpu:0", "gpu:1", "gpu:2", "gpu:3")
+    assert set(thinker.stages) == {"preprocess", "merge", "thinker", "detokenize"}
+    small = {host.devices for host in made.hosts if host is not thinker}
+    assert len(small) == len(made.hosts) - 1 == 4  # each on a GPU of its own
+    assert all(used <= gpu.memory_bytes for used, gpu in zip(made.gpu_bytes, made.cluster.gpus, strict=True))
+
+
+def test_two_large_gpus_do_with_half_the_split() -> None:
+    with pytest.raises(PlanError, match="tp=4 needs as many GPUs"):
+        plan(graph.spec(FLASH), cluster_named("2xh200"))
+    halved = configure(graph.spec(FLASH), [Layer("--set", {"thinker.tp": 2})])
+    made = plan(halved.spec, cluster_named("2xh200"))
+    assert all(used <= gpu.memory_bytes for used, gpu in zip(made.gpu_bytes, made.cluster.gpus, strict=True))
+    with pytest.raises(PlanError, match="it needs .* GiB on GPU 0"):
+        plan(halved.spec, cluster_named("2xh100"))
+
+
+def test_the_talker_alone_fits_one_gpu_in_one_process() -> None:
+    made = plan(graph.spec("ming-omni-tts"), cluster_named("1xrtx4090"))
+    (host,) = made.hosts
+    assert set(host.stages) == {"segment", "talker", "vocoder", "voice"}
+    assert made.inputs.keys() == {"speech", "voice"}
+
+
+def test_budgets_hold_the_weights_at_their_real_sizes() -> None:
+    model = model_shapes(ROOT)
+    own = {
+        "thinker": {name: shape for name, shape in model.items() if name.startswith("model.")},
+        "image_encoder": {name: shape for name, shape in model.items() if name.startswith(("vision.", "linear_proj."))},
+        "audio_encoder": {
+            name: shape for name, shape in model.items() if name.startswith(("audio.", "linear_proj_audio."))
+        },
+        "talker": talker_shapes(CONFIGS["talker"], CONFIGS["talker/llm"]),
+        "vocoder": {name: s for name, s in vae_shapes(CONFIGS["talker/vae"]).items() if name.startswith("decoder.")},
+    }
+    for name, shapes in own.items():
+        stored_bytes = 2 * sum(map(math.prod, shapes.values()))
+        planned = parse_bytes(graph.spec(FLASH).stage(name).memory.weights)
+        assert stored_bytes <= planned <= 2 * stored_bytes, name
+    llm = ROOT["llm_config"]
+    both = 2 * llm["num_hidden_layers"] * llm["num_key_value_heads"] * 128
+    assert graph.spec(FLASH).stage("thinker").memory.kv_bytes_per_token == 2 * both
+    assert (
+        graph.spec(FLASH).stage("thinker").memory.kv_tokens == graph.spec(FLASH).stage("thinker").settings["kv_tokens"]
+    )
