@@ -37,11 +37,13 @@ MB = 1e6
 
 
 def memory_used(gpu: int = 0) -> float:
-    """MB in use on a GPU, by all processes."""
+    """MB in use on a GPU, by all processes; `gpu` counts those that this process may see."""
     import pynvml
 
+    visible = [int(each) for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
     pynvml.nvmlInit()
-    return float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).used / MB)
+    handle = pynvml.nvmlDeviceGetHandleByIndex(visible[gpu] if visible else gpu)
+    return float(pynvml.nvmlDeviceGetMemoryInfo(handle).used / MB)
 
 
 class MemoryBack:
