@@ -20,7 +20,7 @@ from omniflow.errors import UnsupportedError, WeightsError
 from omniflow.media import Prompt, PromptMessage
 
 SYSTEM_PROMPT = "你是一个友好的AI助手。"
-"""Where the conversation has none: "You are a friendly AI assistant." The model was trained with it."""
+"""Where the conversation has none, as the model's own processor has it ("You are a friendly AI assistant.")."""
 MODE = "\n\ndetailed thinking off"
 """The end of every system prompt: the model answers at once, without a draft of its thoughts."""
 
