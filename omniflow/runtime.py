@@ -11,6 +11,7 @@ A request ends in one of: all its outputs have ended, a typed error, cancelled, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -146,6 +147,7 @@ class Runtime:
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Runtime:
+        _name_event_loop()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         try:
@@ -694,6 +696,16 @@ class Runtime:
         pending = link.send_item(edge.id, request, seq, value) if link is not None else None
         if pending is not None:
             await pending
+
+
+def _name_event_loop() -> None:
+    """Tell sniffio, where there is one, which event loop runs. It sees that in tasks; anyio's `start_soon` asks it also
+    where a host's death is heard, which is in no task, and an event loop that anyio has not begun has not told it.
+    """
+    with contextlib.suppress(ImportError):
+        import sniffio
+
+        sniffio.current_async_library_cvar.set("asyncio")
 
 
 def _entering(edge: PlannedEdge, value: object) -> _Items:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -368,6 +369,17 @@ async def test_a_request_that_kills_its_host_fails_alone(text: str) -> None:
     async with running(words.build(), CPU) as runtime:
         assert isinstance(await error_of(runtime, "line", Line(text)), StageDiedError)
         assert len((await ask(runtime, "line", Line("a b")))["text"]) == 2
+
+
+def test_a_host_comes_back_in_an_event_loop_that_is_not_anyios() -> None:
+    """As in a notebook, or under uvicorn: what runs is known there in tasks, not in what the loop calls."""
+
+    async def whole() -> None:
+        async with unstarted(words.build(), CPU) as runtime:
+            await kill(runtime, "count")
+            await up_again(runtime)
+
+    asyncio.run(whole())
 
 
 async def test_a_request_waits_for_a_host_that_restarts() -> None:
