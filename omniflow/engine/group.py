@@ -11,10 +11,12 @@ Who dies takes the others along: the supervisor sees to that.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import os
 import socket
+import time
 import typing
 import zlib
 from collections.abc import Iterator, Sequence
@@ -33,6 +35,10 @@ _TENSOR = 1
 """MessagePack's number for a tensor."""
 _MEET_S = 600.0
 """How long a rank waits for the others to load: the supervisor gives up sooner (`runtime.start_timeout_s`)."""
+_LOST_S = 1.0
+"""How long after a broken step the death of another rank may show that has caused it: it shows at once."""
+_KILLED_S = 5.0
+"""How long a rank waits to be killed: 1 to 100 ms after another has died."""
 
 
 def meet(ranks: Ranks, backend: str) -> None:
@@ -118,9 +124,15 @@ class Leader:
         self._calls.append(Abort(request_id))
 
     def step(self) -> list[EngineOutput]:
-        """`Engine.step`, on all ranks. Raises OSError where one of them is gone."""
-        self._tell(Step(self._drawn))
-        outputs = self._engine.step()
+        """`Engine.step`, on all ranks. Where one of them is gone this process is about to end, and nothing returns."""
+        try:
+            self._tell(Step(self._drawn))
+            outputs = self._engine.step()
+        except (OSError, RuntimeError):  # of a socket, of a collective
+            if self._ranks.lost(_LOST_S):
+                # The supervisor sees the death itself, and the requests fail of that: not of what it has caused here.
+                time.sleep(_KILLED_S)
+            raise
         self._drawn = drawn_after(self._drawn, outputs)
         return outputs
 
@@ -133,8 +145,9 @@ class Leader:
         return self._engine.stats()
 
     def close(self) -> None:
-        """`Engine.close`, on all ranks. Raises OSError where one of them is gone."""
-        self._tell(End())
+        """`Engine.close`, on all ranks that are there."""
+        with contextlib.suppress(OSError):
+            self._tell(End())
         self._engine.close()
 
     def _tell(self, last: Call) -> None:

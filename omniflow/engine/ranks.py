@@ -25,6 +25,12 @@ class Ranks:
         for connection in self._connections:
             connection.send_bytes(message)
 
+    def lost(self, within_s: float) -> bool:
+        """Rank 0 asks whether one of the others is gone, or will be `within_s` seconds from now."""
+        from multiprocess.connection import wait
+
+        return bool(wait(self._connections, within_s))  # they never say anything: there is nothing to read but the end
+
     def hear(self) -> bytes:
         """What rank 0 tells next. Waits for it; raises EOFError once rank 0 is gone."""
         message: bytes = self._connections[0].recv_bytes()

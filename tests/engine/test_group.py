@@ -11,6 +11,7 @@ import multiprocess
 import pytest
 import torch
 
+from omniflow.engine import group as group_module
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
 from omniflow.engine.group import _ENCODER, Call, Feed, Leader, _tensor_of, drawn_after, follow, lead
 from omniflow.engine.ranks import ALONE, Ranks
@@ -127,12 +128,13 @@ def test_what_is_refused_is_made_nowhere() -> None:
     assert ids_of(others[0].outputs) == ids_of(found["next"])
 
 
-def test_a_rank_that_draws_other_tokens_does_not_go_on() -> None:
+def test_a_rank_that_draws_other_tokens_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would come to wait for each other: one has ended a request that the other has not."""
     with group() as (leader, others, ends):
         leader.start(request("a", prompt(9), max_tokens=6))
         leader.step()
         others[0].step = lambda: [EngineOutput("a", (1,), None)]  # type: ignore[method-assign]
+        monkeypatch.setattr(group_module, "_KILLED_S", 0.0)
         with pytest.raises(OSError):
             for _ in range(100_000):
                 leader.step()
