@@ -340,12 +340,13 @@ def load_engine(
 ) -> TransformersEngine:
     """An engine on the checkpoint in `folder`, in float32; call it in the thread that will call `step`.
 
-    `threads` sets torch's number of threads in this process: more than one rarely pays for a small model and collapses
-    where cores are contended. Raises WeightsError where `folder` holds no decoder, or not all of its weights.
+    `device` is cpu, gpu or cuda, or gpu:1 for one by number. `threads` sets torch's number of threads in this process:
+    more than one rarely pays for a small model and collapses where cores are contended. Raises WeightsError where
+    `folder` holds no decoder, or not all of its weights.
     """
     torch.set_num_threads(threads)
     model = _load_model(folder)
-    model.to(device)
+    model.to(device.replace("gpu", "cuda"))
     pack_linears(model)
     for parameter in model.parameters():  # what is left lies in the mapped file, which is 0.5 GB of resident memory
         parameter.data = parameter.data.clone()
