@@ -88,9 +88,9 @@ class Aside:
         """The hidden states to tell now."""
         if not self.hidden:
             return None
-        hidden, self.hidden = self.hidden[0] if len(self.hidden) == 1 else torch.cat(self.hidden), []
+        hidden, self.hidden = torch.cat(self.hidden) if len(self.hidden) > 1 else self.hidden[0], []
         if hidden.is_cuda:
-            # Whoever reads them does so in the default stream: their memory is not used again before it has.
+            # Whoever reads them does so in the default stream: after this, and before their memory is used again.
             torch.cuda.current_stream().synchronize()
             hidden.record_stream(torch.cuda.default_stream(hidden.device))
         return hidden
