@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from omniflow.actor import Actor
 from omniflow.config import RuntimeConfig, ServerConfig, settings_of
 from omniflow.loader import load_graph
 from omniflow.topology import STAGE_FIELDS, GraphSpec, Stage
@@ -33,8 +34,9 @@ its actor. The strongest of these that sets it wins, and `omniflow explain GRAPH
 1. command line: `--set thinker.max_tokens=64`
 2. environment: `OMNIFLOW__THINKER__MAX_TOKENS=64`
 3. file: `--config FILE`, TOML, a table for each of `runtime`, `server` and the stages
-4. profile
-5. graph
+4. `--model CHECKPOINT`: the settings of the profile that name its checkpoint
+5. profile
+6. graph
 
 An unknown address or a value of the wrong type is an error that names the nearest known one. Two more kinds of
 variables are read: `OMNIFLOW_CACHE` (the folder of the weights) and, for `hf:` weights, those of huggingface_hub.
@@ -57,9 +59,12 @@ def config_page() -> str:
     for table, config in (("runtime", RuntimeConfig), ("server", ServerConfig)):
         parts += [f"## {table}", "", *_config_rows(table, config), ""]
     parts += ["## Fields of every stage", "", *_stage_rows(), ""]
-    spec = load_graph("ming_omni").spec()
-    profile = spec.profile.name if spec.profile else ""
-    parts += [f"## Actors of `ming_omni`, profile `{profile}`", "", *_actor_sections(spec)]
+    graph, told = load_graph("ming_omni"), set[type[Actor]]()
+    for profile in graph.profiles:
+        spec = graph.spec(profile)
+        sections = list(_actor_sections(spec, told))
+        if sections:
+            parts += [f"## Actors of `ming_omni`, profile `{profile}`", "", *sections]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -87,11 +92,15 @@ def _stage_rows() -> Iterator[str]:
         yield f"| `STAGE.{name}` | {kind} | {default} | {STAGE_TEXTS[name]} |"
 
 
-def _actor_sections(spec: GraphSpec) -> Iterator[str]:
-    """Each actor in its own words, with its settings (those that no stage field of the same name hides)."""
+def _actor_sections(spec: GraphSpec, told: set[type[Actor]]) -> Iterator[str]:
+    """Each actor in its own words, with its settings (those that no stage field of the same name hides).
+
+    Those in `told` are left out; what was told is added.
+    """
     for stage in spec.stages:
-        if stage.name in spec.absent:
+        if stage.name in spec.absent or stage.actor in told:
             continue
+        told.add(stage.actor)
         settings = {name: known for name, known in settings_of(stage.actor).items() if name not in STAGE_FIELDS}
         yield from (f"### {stage.name}: `{stage.actor.__module__}.{stage.actor.__qualname__}`", "")
         yield from (inspect.getdoc(stage.actor) or "", "")
