@@ -55,7 +55,7 @@ def show_clip(clip: VideoClip, where: str, sizes: Vision, max_frames: int) -> It
     size: tuple[int, int] | None = None
     for picture in clip.pictures(wanted):
         if picture is not None:
-            size = size or _clip_size(picture, len(wanted), where, sizes)
+            size = size or clip_size(picture.height, picture.width, len(wanted), sizes.cell, where)
             frames.append(_resized(picture, size))
         yield None
     shown_hz = len(wanted) / clip.count * clip.rate_hz
@@ -86,6 +86,12 @@ def fitting(height: int, width: int, cell: int, min_pixels: float, max_pixels: f
     return rows * cell, columns * cell
 
 
+def clip_size(height: int, width: int, count: int, cell: int, where: str) -> tuple[int, int]:
+    """Height and width in which each of `count` frames is shown. Raises InvalidInputError, which says `where` it is."""
+    most = max(CLIP_CELLS * cell**2 / count * 2, int(MIN_CELLS * cell**2 * 1.05))
+    return fitting(height, width, cell, MIN_CELLS * cell**2, most, where)
+
+
 def cut(frames: np.ndarray, sizes: Vision) -> Shown:
     """uint8 [frames, height, width, 3], both multiples of `cell`, in patches. The last frame is repeated where there
     are too few for the patches' depth.
@@ -98,12 +104,6 @@ def cut(frames: np.ndarray, sizes: Vision) -> Shown:
     )
     values = parts.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, sizes.patch_dim)
     return Shown(values, (count // depth, height // patch, width // patch))
-
-
-def _clip_size(picture: Image, count: int, where: str, sizes: Vision) -> tuple[int, int]:
-    area = sizes.cell**2
-    most = max(CLIP_CELLS * area / count * 2, int(MIN_CELLS * area * 1.05))
-    return fitting(picture.height, picture.width, sizes.cell, MIN_CELLS * area, most, where)
 
 
 def _resized(picture: Image, size: tuple[int, int]) -> np.ndarray:

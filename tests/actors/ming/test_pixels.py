@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from actors.ming.pixels import Shown, cut, fitting, frames_to_see, show_clip, show_image
+from actors.ming.pixels import Shown, clip_size, cut, fitting, frames_to_see, show_clip, show_image
 from actors.ming.towers_config import Pixels, Vision
 from actors.video import VideoClip
 from omniflow.errors import InvalidInputError
@@ -51,7 +51,7 @@ def test_an_image_is_transformers_patches(size: tuple[int, int]) -> None:
 
 def test_sizes_are_transformers() -> None:
     random = np.random.default_rng(0)
-    for height, width in random.integers(1, 4000, (300, 2)).tolist():
+    for height, width in [*random.integers(1, 4000, (300, 2)).tolist(), (6000, 31), (32, 6400)]:
         for low, high in ((64 * 64, 1280 * 1024), (100_000, 120_000)):
             if max(height, width) <= 200 * min(height, width):
                 wanted = smart_resize(height, width, 32, low, high)
@@ -117,6 +117,14 @@ def test_a_frame_of_a_clip_has_at_least_128_cells(size: tuple[int, int], grid: t
     made = VideoClip(clip(4, rate_hz=2, width=size[0], height=size[1]), "clip 1")
     shown = shown_of(show_clip(made, "clip 1", SMALL, 256))
     assert shown.grid == (2, *grid)
+
+
+def test_a_frame_of_a_long_clip_has_its_128_cells_all_the_same() -> None:
+    for count in (2, 150, 180, 191, 192, 256):
+        most = max(96 * 128 * 1024 / count * 2, int(128 * 1024 * 1.05))
+        assert clip_size(720, 1280, count, 32, "clip 1") == smart_resize(720, 1280, 32, 128 * 1024, most)
+    assert clip_size(720, 1280, 256, 32, "clip 1") == (8 * 32, 15 * 32)
+    assert clip_size(720, 1280, 128, 32, "clip 1") == (10 * 32, 18 * 32)
 
 
 def test_all_frames_of_a_clip_fit_into_its_bound() -> None:

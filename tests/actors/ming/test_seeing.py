@@ -123,6 +123,13 @@ async def test_what_was_seen_before_is_not_seen_again(
 
 
 @pytest.mark.anyio
+async def test_a_file_is_seen_as_what_it_is_sent_for(encoder: MingImageEncoder) -> None:
+    """Beside one who sends it as a clip, too."""
+    with pytest.raises(InvalidInputError, match="^image 1 of the conversation: .*not a png, jpeg or webp"):
+        await encoder.run([Images([CLIP], (0,)), Images([CLIP], (0,), (0,))])
+
+
+@pytest.mark.anyio
 async def test_a_pass_is_bounded(encoder: MingImageEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeing, "MAX_PATCHES", 300)
     passes = passes_of(encoder, monkeypatch)
