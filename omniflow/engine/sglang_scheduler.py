@@ -88,11 +88,14 @@ class Aside:
         """The hidden states to tell now."""
         if not self.hidden:
             return None
-        hidden, self.hidden = torch.cat(self.hidden) if len(self.hidden) > 1 else self.hidden[0], []
+        (hidden, *later), self.hidden = self.hidden, []
+        if later:
+            hidden = torch.cat([hidden, *later])
         if hidden.is_cuda:
-            # Whoever reads them does so in the default stream: after this, and before their memory is used again.
-            torch.cuda.current_stream().synchronize()
+            # Whoever reads them does so in the default stream, which waits for no other.
             hidden.record_stream(torch.cuda.default_stream(hidden.device))
+            if later:
+                torch.cuda.current_stream().synchronize()
         return hidden
 
 
