@@ -120,57 +120,25 @@ ming = {
     "voice": bind(MingVoiceEncoder, model=CHECKPOINT, restart=again),
     "transcribe": absent("this model writes down what it hears in a chat: send the audio, and ask for its words"),
 }
+talker_memory = Budget(weights="2.6 GB", workspace="6 GB", kv_tokens=32768, kv_bytes_per_token=12288)
+vocoder_memory = Budget(weights="0.8 GB", workspace="4 GB")
+hears_memory, sees_memory = Budget(weights="1.4 GB", workspace="3 GB"), Budget(weights="1.3 GB", workspace="5 GB")
+thinker_memory = Budget(
+    weights="206 GB", workspace="6 GB", kv_tokens=262144, kv_bytes_per_token=65536, heads=32, kv_heads=4
+)
+many = {"max_waiting": 256, "device": "gpu", "restart": again}
 gpu_speech = {
-    "talker": bind(
-        MingTalker,
-        model=CHECKPOINT,
-        device="gpu",
-        max_running=32,
-        max_waiting=256,
-        kv_tokens=32768,
-        memory=Budget(weights="2.6 GB", workspace="6 GB", kv_tokens=32768, kv_bytes_per_token=12288),
-        restart=again,
-    ),
-    "vocoder": bind(
-        MingVocoder, model=CHECKPOINT, device="gpu", memory=Budget(weights="0.8 GB", workspace="4 GB"), restart=again
-    ),
+    "talker": bind(MingTalker, model=CHECKPOINT, max_running=32, kv_tokens=32768, memory=talker_memory, **many),
+    "vocoder": bind(MingVocoder, model=CHECKPOINT, device="gpu", memory=vocoder_memory, restart=again),
 }
-gpu = {
-    "audio_encoder": bind(
-        MingAudioEncoder,
-        model=CHECKPOINT,
-        device="gpu",
-        memory=Budget(weights="1.4 GB", workspace="3 GB"),
-        restart=again,
-    ),
-    "image_encoder": bind(
-        MingImageEncoder,
-        model=CHECKPOINT,
-        device="gpu",
-        memory=Budget(weights="1.3 GB", workspace="5 GB"),
-        restart=again,
-    ),
+gpu = gpu_speech | {
+    "audio_encoder": bind(MingAudioEncoder, model=CHECKPOINT, device="gpu", memory=hears_memory, restart=again),
+    "image_encoder": bind(MingImageEncoder, model=CHECKPOINT, device="gpu", memory=sees_memory, restart=again),
     "thinker": bind(
-        MingThinker,
-        model=CHECKPOINT,
-        engine="sglang",
-        device="gpu",
-        tp=4,
-        max_running=64,
-        max_waiting=256,
-        kv_tokens=262144,
-        memory=Budget(
-            weights="206 GB",
-            workspace="6 GB",
-            kv_tokens=262144,
-            kv_bytes_per_token=65536,
-            heads=32,
-            kv_heads=4,
-        ),
-        restart=again,
+        MingThinker, model=CHECKPOINT, engine="sglang", tp=4, max_running=64, kv_tokens=262144, memory=thinker_memory,
+        **many,
     ),
-    **gpu_speech,
-}
+}  # fmt: skip
 MING, TTS = "bailingmm_moe_v2_lite", "hf:inclusionAI/Ming-omni-tts-0.5B"
 graph.profile(
     "tiny",

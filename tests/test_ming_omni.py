@@ -10,10 +10,24 @@ from typing import Any
 import pytest
 
 from actors.ming.tensors import model_shapes, talker_shapes, vae_shapes
+from actors.ming.tiny import LLM, write_checkpoint
 from graphs.ming_omni import graph
-from omniflow import GraphError, PlanError, cluster_named, plan
+from omniflow import (
+    Chat,
+    ChatMessage,
+    GraphError,
+    Options,
+    PlanError,
+    Runtime,
+    RuntimeConfig,
+    TextPart,
+    cluster_named,
+    plan,
+)
+from omniflow.cli.chosen import choose
 from omniflow.config import Layer, configure
 from omniflow.topology import parse_bytes
+from tests.running import INLINE
 
 FLASH = "ming-flash-omni-2.0"
 CONFIGS = json.loads((Path(__file__).parent / "actors/ming/fixtures/flash_omni_2.json").read_text())["configs"]
@@ -105,3 +119,19 @@ def test_budgets_hold_the_weights_at_their_real_sizes() -> None:
     assert (
         graph.spec(FLASH).stage("thinker").memory.kv_tokens == graph.spec(FLASH).stage("thinker").settings["kv_tokens"]
     )
+
+
+@pytest.mark.anyio
+async def test_another_checkpoint_of_the_kind_is_served(tmp_path: Path) -> None:
+    """Of another seed, with more layers and experts than that of `tiny`."""
+    write_checkpoint(tmp_path, seed=7, llm={**LLM, "num_hidden_layers": 4, "num_experts": 12})
+    chosen = choose("ming_omni", None, [], str(tmp_path))
+    assert f"profile tiny ({tmp_path} is such a checkpoint" in chosen.why
+    asked = Chat((ChatMessage("user", (TextPart("Who is there?"),)),))
+    config = RuntimeConfig(start_timeout_s=100.0)
+    async with Runtime(plan(chosen.spec, INLINE, config), config) as runtime:
+        reply = await runtime.submit("chat", asked, options=Options(seed=1, max_tokens=6, temperature=0))
+        given = await reply.collect()
+    assert given["usage"].completion_tokens == 6
+    assert "".join(delta.text for delta in given["text"]).split()
+    assert sum(len(chunk.samples) for chunk in given["audio"]) > 4410
