@@ -125,7 +125,7 @@ def imported(folder: str) -> set[str]:
     return found
 
 
-DISTRIBUTIONS = {"prometheus_client": "prometheus-client", "gruut_lang_en": "gruut-lang-en"}
+DISTRIBUTIONS = {"PIL": "pillow", "prometheus_client": "prometheus-client", "gruut_lang_en": "gruut-lang-en"}
 OURS = {"omniflow", "actors", "graphs"}
 OPTIONAL = {"cuda", "sglang", "sounddevice"}
 """Used where they are there: torch for GPUs brings cuda; an error says how to get the others."""

@@ -31,8 +31,8 @@ class Shown(NamedTuple):
     """An image or a clip, cut in patches.
 
     `values` is uint8 [frames * rows * columns, patch_dim], each patch as (colour, frame, row, column); those that are
-    merged into one input follow each other. `grid` is (frames, rows, columns) of the patches, and `frame_s` the time
-    from frame to frame of a clip, 0 for an image.
+    merged into one input follow each other. `grid` is (frames, rows, columns) of the patches. `frame_s` is the time
+    between frames of a clip, 0 for an image.
     """
 
     values: np.ndarray
