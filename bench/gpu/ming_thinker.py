@@ -186,13 +186,13 @@ def main() -> None:
     results: dict[str, Any] = {"copy_tb_per_s": round(bandwidth / 1e12, 2)}
     for layers in arguments.layers:
         results[str(layers)] = measure(layers, arguments, bandwidth)
-    if len(arguments.layers) == 2:
-        results["estimated_whole"] = {str(b): whole(arguments.layers, results, b) for b in arguments.batches}
-        print("estimated, 32 layers:", json.dumps(results["estimated_whole"]), flush=True)
-    if arguments.json is not None:
-        key = f"{arguments.ranks} GPU" + (", eager" if arguments.eager else "")
-        found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        arguments.json.write_text(json.dumps(found | {"machine": machine(), key: results}, indent=1) + "\n")
+        if len(results) == 3:  # two sizes
+            results["estimated_whole"] = {str(b): whole(arguments.layers, results, b) for b in arguments.batches}
+            print("estimated, 32 layers:", json.dumps(results["estimated_whole"]), flush=True)
+        if arguments.json is not None:
+            key = f"{arguments.ranks} GPU" + (", eager" if arguments.eager else "")
+            found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+            arguments.json.write_text(json.dumps(found | {"machine": machine(), key: results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
