@@ -34,6 +34,7 @@ async def create_chat_completion(service: Service, call: Call) -> None:
     refuse_unsupported(request)
     options = request.options()
     options = msgspec.structs.replace(options, voice=service.voice(options.voice, "audio.voice"))
+    options = service.with_learned_voice(options)
     if options.tools:
         service.require_output("chat", "tool_calls", param="tools")
     answering = _answering(service, call, request)

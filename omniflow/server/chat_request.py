@@ -308,15 +308,16 @@ def wanted_media(messages: Sequence[Message]) -> Iterator[Wanted]:
         for j, content in enumerate(message.content if isinstance(message.content, list) else ()):
             at = f"messages[{i}].content[{j}]"
             match content:
-                case AudioUrlContent(Url(url)) if _is_remote(url):
+                case AudioUrlContent(Url(url)) if is_remote(url):
                     yield Wanted(url, f"{at}.audio_url.url")
-                case ImageContent(Url(url)) if _is_remote(url):
+                case ImageContent(Url(url)) if is_remote(url):
                     yield Wanted(url, f"{at}.image_url.url")
-                case VideoContent(Url(url)) if _is_remote(url):
+                case VideoContent(Url(url)) if is_remote(url):
                     yield Wanted(url, f"{at}.video_url.url")
 
 
-def _is_remote(url: str) -> bool:
+def is_remote(url: str) -> bool:
+    """True for what must be fetched."""
     return url[:8].lower().startswith(("http://", "https://"))
 
 
@@ -384,13 +385,13 @@ def _part(content: Content, at: str, fetched: Mapping[str, Fetched]) -> Part:
         case TextContent(text) | RefusalContent(text):
             return TextPart(text)
         case AudioContent(audio):
-            return AudioPart(_base64(audio.data, f"{at}.input_audio.data"), audio.format)
+            return AudioPart(bytes_of_base64(audio.data, f"{at}.input_audio.data"), audio.format)
         case AudioUrlContent(Url(url)):
-            return _audio_part(*_media(url, f"{at}.audio_url.url", "audio/", fetched), f"{at}.audio_url.url", url)
+            return _audio_part(*media_of(url, f"{at}.audio_url.url", "audio/", fetched), f"{at}.audio_url.url", url)
         case ImageContent(Url(url)):
-            return ImagePart(_media(url, f"{at}.image_url.url", "image/", fetched)[1])
+            return ImagePart(media_of(url, f"{at}.image_url.url", "image/", fetched)[1])
         case VideoContent(Url(url)):
-            return VideoPart(_media(url, f"{at}.video_url.url", "video/", fetched)[1])
+            return VideoPart(media_of(url, f"{at}.video_url.url", "video/", fetched)[1])
         case FileContent(file):
             return _file_part(file, f"{at}.file")
 
@@ -427,9 +428,12 @@ def _file_part(file: FileData, at: str) -> Part:
     return TextPart(f"{file.filename}:\n{text}" if file.filename else text)
 
 
-def _media(url: str, at: str, kind: str, fetched: Mapping[str, Fetched]) -> tuple[str, bytes]:
-    """MIME type and bytes of what a URL stands for; `kind` is how its type begins."""
-    if not _is_remote(url):
+def media_of(url: str, at: str, kind: str, fetched: Mapping[str, Fetched]) -> tuple[str, bytes]:
+    """MIME type and bytes of what a URL stands for; `kind` is how its type begins, and `fetched` holds what is remote.
+
+    Raises InvalidInputError, whose `param` is `at`, for everything else.
+    """
+    if not is_remote(url):
         return data_of_uri(url, at, kind)
     if url not in fetched:
         raise UnsupportedError(
@@ -452,10 +456,11 @@ def data_of_uri(uri: str, at: str, kind: str = "") -> tuple[str, bytes]:
     mime = found["mime"].lower() if found else ""
     if found is None or not mime.startswith(kind):
         raise InvalidInputError(f"{at}: expected a data URI like data:{kind}...;base64,...", param=at)
-    return mime, _base64(uri[found.end() :], at)
+    return mime, bytes_of_base64(uri[found.end() :], at)
 
 
-def _base64(text: str, at: str) -> bytes:
+def bytes_of_base64(text: str, at: str) -> bytes:
+    """The bytes. Raises InvalidInputError, whose `param` is `at`, where `text` is no base64, or there are none."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -100,6 +100,7 @@ def _schemas(offered: list[Operation], service: Service) -> dict[str, Any]:
     for name, schema in schemas.items():
         _note(name, schema, NARROWED if service.config.remote_media else NARROWED | NOT_FETCHED)
     _name_voices(schemas, service)
+    _tell_of_recordings(schemas, service)
     for each in offered:
         if each.body is None:
             continue
@@ -107,7 +108,7 @@ def _schemas(offered: list[Operation], service: Service) -> dict[str, Any]:
         if "model" in schema["properties"]:
             schema["properties"]["model"] |= {"enum": [service.model, *sorted(service.aliases)]}
         if each.body_type == FORM:
-            schemas[each.body.__name__] = _form(schema)
+            schemas[each.body.__name__] = _form(schema, each.file)
     return schemas
 
 
@@ -120,14 +121,21 @@ def _name_voices(schemas: dict[str, Any], service: Service) -> None:
             schemas[name]["properties"]["voice"] |= {"anyOf": [*named, {"type": "null"}]}
 
 
-def _form(schema: dict[str, Any]) -> dict[str, Any]:
+def _tell_of_recordings(schemas: dict[str, Any], service: Service) -> None:
+    """Where the graph learns no voices, nobody sends a recording; an item of a batch that does has an error."""
+    if "voice" not in service.runtime.plan.inputs and "SpeechRequest" in schemas:
+        nothing = {"type": "null", "description": "Not taken: this model learns no voices."}
+        schemas["SpeechRequest"]["properties"] |= {"ref_audio": nothing, "ref_text": nothing}
+
+
+def _form(schema: dict[str, Any], file: str) -> dict[str, Any]:
     """The schema of a form: it has a file, and no null, for what is left out is not there."""
-    fields: dict[str, Any] = {"file": {"type": "string", "format": "binary", "description": "A sound file."}}
+    fields: dict[str, Any] = {file: {"type": "string", "format": "binary", "description": "A sound file."}}
     for name, field in schema["properties"].items():
         kinds = [kind for kind in field.get("anyOf", ()) if kind != {"type": "null"}]
         plain = {key: value for key, value in field.items() if key not in ("anyOf", "default")}
         fields[name] = plain | kinds[0] if kinds else field
-    return schema | {"properties": fields, "required": ["file", *schema["required"]]}
+    return schema | {"properties": fields, "required": [file, *schema["required"]]}
 
 
 def _note(name: str, schema: dict[str, Any], narrowed: Mapping[str, dict[str, dict[str, Any]]]) -> None:

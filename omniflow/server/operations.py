@@ -18,7 +18,7 @@ from omniflow.server.speech import SpeechDelta, SpeechDone, SpeechRequest
 from omniflow.server.speech_batch import SpeechBatch, SpeechBatchRequest
 from omniflow.server.transcription_reply import TranscriptDelta, TranscriptDone, Transcription, VerboseTranscription
 from omniflow.server.transcriptions import TranscriptionRequest, TranslationRequest
-from omniflow.server.voices import VoiceList
+from omniflow.server.voices import CreatedVoice, DeletedVoice, VoiceList, VoiceUpload
 
 EVENTS = "text/event-stream"
 JSON = "application/json"
@@ -35,17 +35,11 @@ _CALL_ERRORS = {
 }
 
 
-class Upload(Struct, frozen=True):
-    """The fields of the form, beside `file`."""
-
-    name: str | None = None
-
-
 class Operation(Struct, frozen=True, kw_only=True):
     """A method of a path.
 
-    `body`: its JSON, or its form with a file called `file`. `replies`: shapes by media type, None where it is no JSON,
-    several for one or the other.
+    `body`: its JSON, or its form with a file called as `file` says. `replies`: shapes by media type, None where it is
+    no JSON, several for one or the other.
     `events`: the shape of a server-sent event. `needs`: an input that the graph must have. `is_open`: needs no key.
     """
 
@@ -55,6 +49,7 @@ class Operation(Struct, frozen=True, kw_only=True):
     summary: str
     body: type[Struct] | None = None
     body_type: Literal["application/json", "multipart/form-data"] = "application/json"
+    file: str = "file"
     replies: Mapping[str, Any] = {}
     events: Any = None
     failures: Mapping[int, str] = {}
@@ -107,16 +102,19 @@ OPERATIONS = (
         method="post",
         path="/v1/audio/voices",
         name="createVoice",
-        summary="Refused: the voices of this model are those that it was trained with.",
-        body=Upload,
+        summary="Learn a voice from a recording, where the model can: `voice` of later requests may be its name.",
+        body=VoiceUpload,
         body_type=FORM,
-        failures={status: _CALL_ERRORS[status] for status in (400, 408, 413)},
+        file="audio_sample",
+        replies={JSON: CreatedVoice},
+        failures=_CALL_ERRORS,
     ),
     Operation(
         method="delete",
         path="/v1/audio/voices/{voice}",
         name="deleteVoice",
-        summary="Refused, as are uploads.",
+        summary="Forget a voice that was uploaded.",
+        replies={JSON: DeletedVoice},
         failures={400: "It is a voice of the model.", 404: "There is no such voice."},
     ),
     Operation(

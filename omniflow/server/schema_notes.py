@@ -40,6 +40,8 @@ FIELD_TEXTS: dict[str, dict[str, str]] = {
         "stream": "False: a whole file, with its true length in its header. True: one that starts at once.",
         "seed": "The same seed gives the same sound.",
         "instructions": "Taken, and without effect.",
+        "ref_audio": "A recording to sound like, instead of a voice: a data URI, base64, or http(s) where fetched.",
+        "ref_text": "What is said in it. Null: unknown.",
     },
     "TranscriptionRequest": {
         "model": "The id of a served model.",
@@ -74,7 +76,7 @@ def _is(**fields: Any) -> dict[str, Any]:
 _FORMATS = {"enum": ["json", "text", "srt", "verbose_json", "vtt"]}
 
 NARROWED: dict[str, dict[str, dict[str, Any]]] = {
-    "SpeechRequest": {"input": {"pattern": r"\S"}},
+    "SpeechRequest": {"input": {"pattern": r"\S"}, "ref_text": {"pattern": r"\S"}},
     "InputAudio": {"data": {"pattern": f"^{_BASE64}", "contentEncoding": "base64"}},
     "ChatRequest": {"logit_bias": {"propertyNames": {"pattern": r"^[0-9]{1,10}$"}}},
     "TranscriptionRequest": {"response_format": {"anyOf": [_FORMATS, _NULL]}},
@@ -100,6 +102,7 @@ RULES: dict[str, list[dict[str, Any]]] = {
         },
         {"if": _is(role={"const": "tool"}), "then": _is(tool_call_id={"type": "string"})},
     ],
+    "SpeechRequest": [{"if": _is(ref_text=_THERE), "then": _is(ref_audio=_THERE)}],
     "ChatRequest": [
         {"if": _is(top_logprobs={"type": "integer"}), "then": _is(logprobs={"const": True})},
         {"properties": {"modalities": {"items": {"not": {"const": "image"}}}}},

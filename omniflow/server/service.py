@@ -10,8 +10,10 @@ import msgspec
 from omniflow.actor import NamedVoice
 from omniflow.config import ServerConfig
 from omniflow.errors import InvalidInputError, UnsupportedError
+from omniflow.media import Options
 from omniflow.server.failures import ModelNotFoundError
 from omniflow.server.keys import Keys
+from omniflow.server.learned import LearnedVoices
 from omniflow.server.remote import RemoteMedia
 from omniflow.server.transcripts import Transcripts
 
@@ -36,6 +38,7 @@ class Service(msgspec.Struct, frozen=True):
     """Fetches media by URL; None: nothing is fetched."""
     voices: tuple[NamedVoice, ...] = ()
     """What its talker speaks with; none: it takes any name."""
+    learned: LearnedVoices = msgspec.field(default_factory=LearnedVoices)
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     def require_model(self, name: str) -> None:
@@ -48,12 +51,28 @@ class Service(msgspec.Struct, frozen=True):
 
         Raises InvalidInputError, naming `param` and the voices that there are, for any other name.
         """
-        names = [voice.name for voice in self.voices]
-        if asked is None or not names or asked in names:
+        names = [voice.name for voice in self.voices] + [voice.name for voice in self.learned.named()]
+        if asked is None or not self.voices or asked in names:
             return asked
         if asked in STOCK_VOICES:
             return names[0]
         raise InvalidInputError(f"{param}: there is no voice {asked!r}; there are {', '.join(names)}", param=param)
+
+    def with_learned_voice(self, options: Options) -> Options:
+        """`options` as the graph takes them: of an uploaded voice it does not know the name, but the recording."""
+        learned = self.learned.find(options.voice)
+        if learned is None:
+            return options
+        return msgspec.structs.replace(options, voice=None, voice_code=learned.code, voice_text=learned.text)
+
+    def require_learning(self, param: str | None) -> None:
+        """Raises UnsupportedError, naming `param`, unless the graph learns voices."""
+        plan = self.runtime.plan
+        if "voice" in plan.inputs:
+            return
+        absent = [plan.graph.absent[edge.target] for edge in plan.graph.inputs if edge.source_port == "voice"]
+        reason = absent[0] if absent else "this model has the voices that it was trained with, and cannot learn others"
+        raise UnsupportedError(f"{param}: {reason}" if param else f"voices cannot be uploaded: {reason}", param=param)
 
     def require_entry(self, entry: str, what: str) -> None:
         """Raises UnsupportedError unless the graph can be entered at `entry`; `what` is what it would take there."""

@@ -8,15 +8,17 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import anyio
 import msgspec
 from msgspec import Meta, Struct
 
 from omniflow.errors import InvalidInputError
 from omniflow.media import Options, TextDelta
 from omniflow.server.call import EVENT_STREAM, Call
-from omniflow.server.chat_request import Int64, Voice, voice_name
+from omniflow.server.chat_request import Int64, Voice, bytes_of_base64, is_remote, media_of, voice_name
 from omniflow.server.encoders import SPEECH_FORMATS, Format
 from omniflow.server.media import AudioWriter
+from omniflow.server.remote import Wanted
 from omniflow.server.service import Service
 from omniflow.telemetry import RequestTimes
 
@@ -24,11 +26,17 @@ if TYPE_CHECKING:
     from omniflow.runtime import Reply
 
 
+RefText = Annotated[str, Meta(max_length=4096)]
+
+
 class SpeechRequest(Struct, frozen=True, kw_only=True):
     """The request. `stream` and `seed` are not OpenAI's: `stream` false asks for a whole file, true for one that starts
     at once; the same `seed` gives the same sound.
 
     `instructions` is taken and has no effect, as with OpenAI's tts-1: agents send it with every sentence.
+
+    `ref_audio` is a recording to sound like, instead of a `voice`: a data URI, base64, or http(s) where this server
+    fetches media; `ref_text` is what is said in it, without which only the timbre is taken.
     """
 
     model: str
@@ -40,6 +48,8 @@ class SpeechRequest(Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     seed: Int64 | None = None
     instructions: str | None = None
+    ref_audio: str | None = None
+    ref_text: RefText | None = None
 
 
 class SpeechDelta(Struct, frozen=True, tag="speech.audio.delta", tag_field="type"):
@@ -91,17 +101,54 @@ async def speak(
     service.require_output("speech", "audio")
     if not request.input.strip():
         raise InvalidInputError(f"{within}input: is empty; expected a text to say", param=f"{within}input")
-    options = Options(
-        voice=service.voice(voice_name(request.voice), f"{within}voice"), speed=request.speed or 1.0, seed=request.seed
-    )
+    started_s = anyio.current_time()
+    options = Options(speed=request.speed or 1.0, seed=request.seed)
+    voiced = await _with_voice(service, request, options, deadline_s=deadline_s, request_id=request_id, within=within)
+    if deadline_s is not None:
+        deadline_s = max(0.001, deadline_s - (anyio.current_time() - started_s))
     return await service.runtime.submit(
         "speech",
         [TextDelta(request.input)],
         outputs={"audio"},
-        options=options,
+        options=voiced,
         deadline_s=deadline_s,
         request_id=request_id,
     )
+
+
+async def _with_voice(
+    service: Service,
+    request: SpeechRequest,
+    options: Options,
+    *,
+    deadline_s: float | None,
+    request_id: str,
+    within: str,
+) -> Options:
+    """`options` with whom to speak as: a voice that has a name, or the one of a recording."""
+    at, text = f"{within}ref_audio", request.ref_text
+    if request.ref_audio is None:
+        if text is not None:
+            param = f"{within}ref_text"
+            raise InvalidInputError(f"{param}: needs ref_audio, the recording in which it is said", param=param)
+        voice = service.voice(voice_name(request.voice), f"{within}voice")
+        return service.with_learned_voice(msgspec.structs.replace(options, voice=voice))
+    service.require_learning(at)
+    if text is not None and not text.strip():
+        param = f"{within}ref_text"
+        raise InvalidInputError(f"{param}: is empty; give what is said in ref_audio, or leave it out", param=param)
+    data = await _recording(service, request.ref_audio, at)
+    code = await service.learned.code_of(service.runtime, data, at, deadline_s=deadline_s, request_id=request_id)
+    return msgspec.structs.replace(options, voice_code=code, voice_text=text or "")
+
+
+async def _recording(service: Service, given: str, at: str) -> bytes:
+    """The bytes of `ref_audio`, in whichever form it came."""
+    remote = service.remote if is_remote(given) else None
+    fetched = await remote.fetch([Wanted(given, at)]) if remote is not None else {}
+    if is_remote(given) or given[:5].lower() == "data:":
+        return media_of(given, at, "audio/", fetched)[1]
+    return bytes_of_base64(given, at)
 
 
 def _is_streamed(request: SpeechRequest, call: Call, format: Format) -> bool:

@@ -15,7 +15,7 @@ from omniflow.server.chat_request import Int64, Voice
 from omniflow.server.encoders import SPEECH_FORMATS
 from omniflow.server.media import AudioWriter
 from omniflow.server.service import Service
-from omniflow.server.speech import SpeechRequest, SpeechUsage, speak, stream_audio, usage_of
+from omniflow.server.speech import RefText, SpeechRequest, SpeechUsage, speak, stream_audio, usage_of
 
 _AT_ONCE = 4
 """Items of a batch under way at a time: it shares the talker with single requests, who wait for a first sound."""
@@ -33,6 +33,8 @@ class SpeechBatchItem(Struct, frozen=True, kw_only=True):
     speed: Speed | None = None
     seed: Int64 | None = None
     instructions: str | None = None
+    ref_audio: str | None = None
+    ref_text: RefText | None = None
 
 
 class SpeechBatchRequest(Struct, frozen=True, kw_only=True):
@@ -45,6 +47,8 @@ class SpeechBatchRequest(Struct, frozen=True, kw_only=True):
     speed: Speed | None = None
     seed: Int64 | None = None
     instructions: str | None = None
+    ref_audio: str | None = None
+    ref_text: RefText | None = None
 
 
 class SpeechBatchResult(Struct, frozen=True):
@@ -118,6 +122,8 @@ async def _result(service: Service, call: Call, batch: SpeechBatchRequest, index
 
 
 def _request(batch: SpeechBatchRequest, item: SpeechBatchItem) -> SpeechRequest:
+    # An item that names a voice, or brings one, does not sound as the batch says.
+    whose = item if item.ref_audio is not None or item.ref_text is not None or item.voice is not None else batch
     return SpeechRequest(
         model=batch.model,
         input=item.input,
@@ -125,4 +131,6 @@ def _request(batch: SpeechBatchRequest, item: SpeechBatchItem) -> SpeechRequest:
         response_format=item.response_format or batch.response_format,
         speed=item.speed or batch.speed,
         seed=batch.seed if item.seed is None else item.seed,
+        ref_audio=whose.ref_audio,
+        ref_text=whose.ref_text,
     )

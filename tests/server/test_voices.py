@@ -65,6 +65,7 @@ async def test_the_list_says_what_the_talker_has(client: httpx.AsyncClient) -> N
         "object": "list",
         "data": [{"id": name, "name": name, "language": "en-GB", "object": "audio.voice"} for name in ("ann", "bob")],
         "voices": ["ann", "bob"],
+        "uploaded_voices": [],
     }
 
 

@@ -127,7 +127,8 @@ def _transcribing(session: Session) -> Session:
 def _abilities(service: Service) -> Abilities:
     plan: Plan = service.runtime.plan
     outputs = frozenset(plan.outputs_of("chat")) if "chat" in plan.inputs else frozenset()
-    return Abilities(service.aliases | {service.model}, outputs, "transcription" in plan.inputs, service.voice)
+    transcribes = "transcription" in plan.inputs
+    return Abilities(service.aliases | {service.model}, outputs, transcribes, service.voice, service.with_learned_voice)
 
 
 async def _refuse(socket: WebSocket, error: RequestError) -> None:

@@ -49,6 +49,8 @@ class Abilities(NamedTuple):
     transcribes: bool
     voice: Callable[[str | None, str], str | None] = lambda asked, param: asked
     """The voice that a name stands for. Raises InvalidInputError, naming the field, where it stands for none."""
+    with_learned_voice: Callable[[Options], Options] = lambda options: options
+    """Options as the graph takes them, where their voice is one that was uploaded."""
 
 
 class ActiveResponseError(InvalidInputError):
@@ -194,7 +196,7 @@ class Responses:
             message = f"response.tool_choice: there is no tool {choice.name!r}"
             raise InvalidInputError(message, param="response.tool_choice")
         mode: Literal["auto", "none", "required"] = "required" if isinstance(choice, NamedTool) else choice
-        return Options(
+        options = Options(
             max_tokens=None if manner.max_output_tokens == "inf" else manner.max_output_tokens,
             voice=self.voice(manner.voice, "response.audio.output.voice"),
             speed=self.session.audio.output.speed,
@@ -203,6 +205,7 @@ class Responses:
             tool_name=choice.name if isinstance(choice, NamedTool) and tools else None,
             parallel_tool_calls=_first(params.parallel_tool_calls, self.session.parallel_tool_calls),
         )
+        return self._abilities.with_learned_voice(options)
 
     # -- stopping --------------------------------------------------------------------------------------------------
 

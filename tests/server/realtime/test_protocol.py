@@ -6,6 +6,7 @@ import base64
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -85,6 +86,16 @@ def test_voices() -> None:
     error = error_of(machine.send("response.create", response={"audio": {"output": {"voice": {"id": "bob"}}}}))
     assert error["param"] == "response.audio.output.voice"
     assert machine.ask().options.voice == "joe"
+
+
+def test_a_voice_that_was_uploaded_is_what_was_made_of_it() -> None:
+    def learned(options: Options) -> Options:
+        return msgspec.structs.replace(options, voice=None, voice_code=b"a code")
+
+    machine = Machine(abilities=EVERYTHING._replace(with_learned_voice=learned))
+    machine.send("session.update", session={"audio": {"output": {"voice": "me"}}})
+    options = machine.ask().options
+    assert (options.voice, options.voice_code) == (None, b"a code")
 
 
 def test_another_model_is_refused() -> None:
