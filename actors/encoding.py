@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
+from omniflow.actor import Actor
+
 K = TypeVar("K")
 T = TypeVar("T")
 STEP_S = 0.05
@@ -60,11 +62,18 @@ def bounded(sizes: Mapping[K, int], most: int) -> Iterator[list[K]]:
         yield batch
 
 
-def advance(layers: Iterator[T | None]) -> T | None:
-    """Run some more of a pass, which gives None after each layer and its result in the end: that, or None so far.
+async def run_through(actor: Actor, layers: Iterator[T | None]) -> T:
+    """The result of a pass, which gives None after each layer and its result in the end.
 
-    A GPU only queues the layers, so there a pass is one step, or two.
+    Other work of `actor` goes between some of the layers. A GPU only queues them, so there a pass is one step, or two.
     """
+    result: T | None = None
+    while result is None:
+        result = await actor.offload(_advance, layers)
+    return result
+
+
+def _advance(layers: Iterator[T | None]) -> T | None:
     until = time.monotonic() + STEP_S
     for result in layers:
         if result is not None or time.monotonic() > until:

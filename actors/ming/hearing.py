@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from actors.catalogue import PACKAGED
-from actors.encoding import Recent, advance, bounded, digest_of
+from actors.encoding import Recent, bounded, digest_of, run_through
 from actors.mel import FFT_SIZE, HOP, SAMPLE_RATE_HZ, log_mel, mel_filters
 from actors.thinker import torch_device
 from omniflow.actor import Actor, batched
@@ -67,13 +67,14 @@ class MingAudioEncoder(Actor):
     async def setup(self) -> None:
         """Load the tower, and run it once. Raises WeightsError where it cannot be loaded."""
         await self.offload(self._load, self._weights.path())
-        await self._hear([await self.offload(self._mel, np.zeros(SAMPLE_RATE_HZ, np.float32))])
+        silence = await self.offload(self._mel, np.zeros(SAMPLE_RATE_HZ, np.float32))
+        await run_through(self, self._tower.rows([silence]))
 
     @batched(max_size=MAX_BATCH)
     async def run(self, audio: list[Waveforms]) -> list[AudioFeatures]:
         """See the class."""
         heard_s = [self._checked_seconds(request) for request in audio]
-        digests = [[_digest(clip) for clip in request.samples] for request in audio]  # 0.1 ms for a second of sound
+        digests = [await self.offload(_digests, request) for request in audio]
         clips = {
             digest: clip
             for request, known_as in zip(audio, digests, strict=True)
@@ -96,17 +97,10 @@ class MingAudioEncoder(Actor):
         missing = {digest: len(clip) // HOP for digest, clip in clips.items() if digest not in found}
         for batch in bounded(missing, MAX_FRAMES):
             mels = [await self.offload(self._mel, clips[digest]) for digest in batch]
-            for digest, rows in zip(batch, await self._hear(mels), strict=True):
+            for digest, rows in zip(batch, await run_through(self, self._tower.rows(mels)), strict=True):
                 found[digest] = rows
                 self._rows.keep(digest, rows)
         return found
-
-    async def _hear(self, mels: list[np.ndarray]) -> list[np.ndarray]:
-        passing = self._tower.rows(mels)
-        rows: list[np.ndarray] | None = None
-        while rows is None:
-            rows = await self.offload(advance, passing)
-        return rows
 
     def _mel(self, clip: np.ndarray) -> np.ndarray:
         if len(clip) <= FFT_SIZE // 2:  # it is mirrored at its ends, by as much
@@ -143,8 +137,8 @@ class MingAudioEncoder(Actor):
         self._tower = tower.to(self._device, dtype_for(self._dtype, self._device))
 
 
-def _digest(clip: np.ndarray) -> bytes:
-    return digest_of(np.ascontiguousarray(clip).data)
+def _digests(request: Waveforms) -> list[bytes]:
+    return [digest_of(np.ascontiguousarray(clip).data) for clip in request.samples]
 
 
 def _invalid(message: str) -> InvalidInputError:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from actors.catalogue import PACKAGED
-from actors.encoding import Recent, advance, digest_of
+from actors.encoding import Recent, digest_of, run_through
 from actors.ming.pixels import Shown, show_clip, show_image
 from actors.pictures import read_picture
 from actors.thinker import torch_device
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from actors.ming.towers_config import Pixels
     from actors.ming.vision_tower import VisionTower
 
-T = TypeVar("T")
 MAX_BATCH = 8
 """Requests whose images may pass together."""
 MAX_PATCHES = 16_384
@@ -87,7 +86,8 @@ class MingImageEncoder(Actor):
 
         await self.offload(self._load, self._weights.path())
         grey = Image.new("RGB", (256, 256), "grey")
-        await self._see([await self.offload(show_image, grey, "", self._tower.sizes, self._pixels)])
+        shown = await self.offload(show_image, grey, "", self._tower.sizes, self._pixels)
+        await run_through(self, self._tower.rows([shown]))
 
     @batched(max_size=MAX_BATCH)
     async def run(self, image: list[Images]) -> list[ImageFeatures]:
@@ -128,28 +128,19 @@ class MingImageEncoder(Actor):
             raise _invalid(
                 f"{item.where} lasts {clip.seconds:.1f} s; this model takes at most {self._max_clip_s:g} s in one clip"
             )
-        return await self._whole(show_clip(clip, item.where, sizes, self._max_frames))
+        return await run_through(self, show_clip(clip, item.where, sizes, self._max_frames))
 
     async def _pass(self, waiting: dict[bytes, Shown]) -> dict[bytes, _Seen]:
         if not waiting:
             return {}
         merge = self._tower.sizes.spatial_merge_size
         found: dict[bytes, _Seen] = {}
-        for (digest, shown), rows in zip(waiting.items(), await self._see(list(waiting.values())), strict=True):
+        passed = await run_through(self, self._tower.rows(list(waiting.values())))
+        for (digest, shown), rows in zip(waiting.items(), passed, strict=True):
             frames, high, wide = shown.grid
             found[digest] = _Seen(rows, (frames, high // merge, wide // merge), shown.frame_s)
             self._recent.keep(digest, found[digest])
         return found
-
-    async def _see(self, shown: list[Shown]) -> list[np.ndarray]:
-        return await self._whole(self._tower.rows(shown))
-
-    async def _whole(self, steps: Iterator[T | None]) -> T:
-        """The result of `steps`, between some of which others go."""
-        result: T | None = None
-        while result is None:
-            result = await self.offload(advance, steps)
-        return result
 
     def _load(self, folder: Path) -> None:
         # Imports torch, so not at the top: a graph is checked and explained without it.

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import anyio
 import pytest
 import torch
 import torch.nn.functional as F
 
 from actors import encoding
 from actors.attention import attend_apart
-from actors.encoding import Recent, advance, bounded, digest_of
+from actors.encoding import Recent, bounded, digest_of, run_through
+from omniflow.actor import Actor
 
 
 def test_the_results_used_last_are_kept_within_their_bytes() -> None:
@@ -43,17 +45,35 @@ def test_batches_are_bounded_and_in_order() -> None:
     assert list(bounded({}, 10)) == []
 
 
-def test_a_pass_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    def layers() -> Iterator[str | None]:
-        yield from (None, None, "done")
+@pytest.mark.anyio
+@pytest.mark.parametrize(("step_s", "others_wait"), [(-1.0, False), (100.0, True)])
+async def test_others_go_between_the_layers_of_a_long_pass(
+    step_s: float, others_wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "STEP_S", step_s)
+    actor, order = Actor(), list[str]()
 
-    monkeypatch.setattr(encoding, "STEP_S", 100.0)
-    assert advance(layers()) == "done"
-    monkeypatch.setattr(encoding, "STEP_S", -1.0)
-    steps = layers()
-    assert [advance(steps), advance(steps), advance(steps)] == [None, None, "done"]
+    def layers() -> Iterator[str | None]:
+        for number in range(3):
+            order.append(f"layer {number}")
+            yield None
+        yield "done"
+
+    async def passing() -> None:
+        assert await run_through(actor, layers()) == "done"
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(passing)
+        tasks.start_soon(actor.offload, order.append, "other")
+    assert (order.index("other") > order.index("layer 2")) == others_wait
+    assert [each for each in order if each != "other"] == ["layer 0", "layer 1", "layer 2"]
+
+
+@pytest.mark.anyio
+async def test_a_pass_without_a_result_is_an_error() -> None:
+    nothing: list[str | None] = [None]
     with pytest.raises(RuntimeError, match="without a result"):
-        advance(iter([None] * 0))
+        await run_through(Actor(), iter(nothing))
 
 
 @pytest.mark.parametrize("lengths", [[5], [3, 3, 3], [2, 7, 7, 1, 4, 2]])
