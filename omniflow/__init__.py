@@ -64,6 +64,8 @@ if TYPE_CHECKING:
         ToolCallDelta,
         Transcript,
         VideoPart,
+        VoiceCode,
+        VoiceSample,
         Waveforms,
         Word,
     )
@@ -75,13 +77,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CHECKPOINT",
     "Actor",
     "ActorBrokenError",
     "AudioChunk",
     "AudioFeatures",
     "AudioPart",
     "Budget",
+    "CHECKPOINT",
     "CancelledError",
     "Chat",
     "ChatMessage",
@@ -143,6 +145,8 @@ __all__ = [
     "UnavailableError",
     "UnsupportedError",
     "VideoPart",
+    "VoiceCode",
+    "VoiceSample",
     "Waveforms",
     "WeightsError",
     "Word",
@@ -165,7 +169,7 @@ _MODULES = {
     "graph": "Graph",
     "media": "AudioChunk AudioFeatures AudioPart Chat ChatMessage Generated ImageFeatures ImagePart Images "
     "Latents Options Part Prompt PromptMessage Segment TextDelta TextLogprob TextPart TokenLogprob "
-    "TokenPrompt Tokens Tool ToolCall ToolCallDelta Transcript VideoPart Waveforms Word",
+    "TokenPrompt Tokens Tool ToolCall ToolCallDelta Transcript VideoPart VoiceCode VoiceSample Waveforms Word",
     "planner": "Cluster Gpu Plan cluster_named plan",
     "reply": "Output Reply",
     "runtime": "Runtime",
