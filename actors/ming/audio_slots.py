@@ -23,7 +23,8 @@ _LATENTS = 4
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Streams of the captured steps."""
 _LENGTHS = (256, 512, 1024)
-"""Positions that the captured steps look back over, at 50 a second: 5, 10 and 20 s. Longer ones look over all."""
+"""Positions that the captured steps look back over, at 50 a second: 5, 10 and 20 s, where there is no kernel that knows
+by itself. Longer ones look over all."""
 
 
 class AudioSlot:
@@ -71,7 +72,7 @@ class AudioSlots(AudioDecoder[AudioSlot]):
         self._cache = SlotCache(self._shape, slots, room, dtype=dtype, device=device)
         self._free = list(range(slots))
         self._sizes = [*(size for size in _SIZES if size < slots), slots]
-        self._lengths = [*(length for length in _LENGTHS if length < room), room]
+        self._lengths = [*(length for length in _LENGTHS if length < room and not self._cache.has_kernel), room]
         rows = slots + 1
         self._last = torch.zeros(rows, self._shape.hidden_size, dtype=dtype, device=device)
         self._tails = torch.zeros(rows, 2, OVERLAP - 1, decoder.hop, device=device)
@@ -170,15 +171,12 @@ class AudioSlots(AudioDecoder[AudioSlot]):
         marks = _Marks(*self._marks[:, :size])
         steps = torch.arange(self._frames, device=marks.slot.device)
         positions = marks.start[:, None] + steps
-        shape, windows = self._shape, self._decoder.backbone.windows
-        repeats = shape.num_attention_heads // shape.num_key_value_heads
-        masks = {
-            each: self._cache.mask(positions, self._before, each, repeats, length) for each in dict.fromkeys(windows)
-        }
+        sight = self._cache.sight(
+            marks.slot, positions, length=length, first=self._before, windows=self._decoder.backbone.windows
+        )
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            mask = masks[windows[layer]]
-            return self._cache.attend(layer, query, key, value, slots=marks.slot, positions=positions, mask=mask)
+            return self._cache.attend(layer, query, key, value, sight)
 
         hidden = self._decoder.decoder(self._spread(marks), positions.clamp(max=self._most - 1), attend)
         is_heard = (positions >= self._before) & (steps < marks.stop[:, None])

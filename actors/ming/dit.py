@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from actors.ming.config import Dit, Transformer
 from omniflow.engine.decoder import RMSNorm
 from omniflow.engine.flow import FlowNet
+from omniflow.engine.fused import attend_turned, gelu_linear
 
 _EPS = 1e-6
 _TIME_FEATURES = 256
@@ -28,13 +28,7 @@ class _Attention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(hidden, hidden)])
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        batch, length, hidden = x.shape
-        qkv = self.to_qkv(x).reshape(batch, length, 3, self._heads, -1)
-        qk, value = qkv[:, :, :2], qkv[:, :, 2]
-        turned = torch.stack([-qk[..., 1::2], qk[..., ::2]], dim=-1).flatten(-2)
-        query, key = (qk * cos + turned * sin).unbind(2)
-        attended = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (query, key, value)))
-        y: torch.Tensor = self.to_out[0](attended.transpose(1, 2).reshape(batch, length, hidden))
+        y: torch.Tensor = self.to_out[0](attend_turned(self.to_qkv(x), cos, sin, self._heads))
         return y
 
 
@@ -42,11 +36,12 @@ class _Mlp(nn.Module):
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         # Position 1 was dropout; the checkpoint's names count it.
-        gelu = nn.GELU(approximate="tanh")
-        self.ff = nn.Sequential(nn.Sequential(nn.Linear(hidden, inner), gelu), nn.Identity(), nn.Linear(inner, hidden))
+        self.ff = nn.ModuleList([nn.ModuleList([nn.Linear(hidden, inner)]), nn.Identity(), nn.Linear(inner, hidden)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.ff(x)
+        first = self.ff[0]
+        assert isinstance(first, nn.ModuleList)
+        y: torch.Tensor = self.ff[2](gelu_linear(x, first[0]))
         return y
 
 
@@ -59,10 +54,21 @@ class _Block(nn.Module):
         self.norm2 = RMSNorm(hidden, _EPS)
         self.mlp = _Mlp(hidden, int(hidden * config.mlp_ratio))
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), cos, sin)
-        y: torch.Tensor = x + self.mlp(self.norm2(x))
-        return y
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of an input `x` + `delta`, and so the result: it is added up together with the next norm."""
+        x, normed = (x, self.norm1(x)) if delta is None else self.norm1.after(x, delta)
+        x, normed = self.norm2.after(x, self.attn(normed, cos, sin))
+        return x, self.mlp(normed)
+
+
+def _through(blocks: nn.ModuleList, x: torch.Tensor, rotary: _Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    delta = None
+    for block in blocks:
+        x, delta = block(x, delta, rotary.cos, rotary.sin)
+    assert delta is not None
+    return x, delta
 
 
 class _FinalLayer(nn.Module):
@@ -133,9 +139,8 @@ class DitNet(FlowNet):
         embedded = self._remembered.get(time)
         first = condition[:, :1] + (self.t_embedder(time, condition) if embedded is None else embedded)
         inputs = torch.cat([first, condition[:, 1:], self.x_embedder(x)], dim=1)
-        for block in self.blocks:
-            inputs = block(inputs, self._rotary.cos, self._rotary.sin)
-        velocity: torch.Tensor = self.final_layer(inputs[:, -self.patch :])
+        y, delta = _through(self.blocks, inputs, self._rotary)
+        velocity: torch.Tensor = self.final_layer(y[:, -self.patch :] + delta[:, -self.patch :])
         return velocity
 
 
@@ -154,7 +159,6 @@ class Aggregator(nn.Module):
         """See the class."""
         embedded = self.x_embedder(latents)
         x = torch.cat([self.word_embedder.weight.expand(len(latents), 1, -1), embedded], dim=1)
-        for block in self.blocks:
-            x = block(x, self._rotary.cos, self._rotary.sin)
-        summary: torch.Tensor = self.final_layer(x[:, 0])
+        y, delta = _through(self.blocks, x, self._rotary)
+        summary: torch.Tensor = self.final_layer(y[:, 0] + delta[:, 0])
         return summary

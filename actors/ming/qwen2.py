@@ -10,6 +10,7 @@ from torch import nn
 
 from actors.ming.config import Qwen2
 from omniflow.engine.decoder import Attend, Decoder, DecoderShape, RMSNorm, attend_last
+from omniflow.engine.fused import gated, turn_halves
 
 
 class _Attention(nn.Module):
@@ -24,7 +25,7 @@ class _Attention(nn.Module):
     ) -> torch.Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self._dim))
         qk, value = qkv[..., : -self._kv_heads, :], qkv[..., -self._kv_heads :, :]
-        qk = qk * cos + qk.roll(self._dim // 2, -1) * sin
+        qk = turn_halves(qk, cos, sin)
         attended = attend(layer, qk[..., : self._heads, :], qk[..., self._heads :, :], value)
         y: torch.Tensor = self.o_proj(attended.flatten(-2))
         return y
@@ -37,8 +38,7 @@ class _Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        y: torch.Tensor = self.down_proj(F.silu(gate) * up)
+        y: torch.Tensor = self.down_proj(gated(self.gate_up_proj(x)))
         return y
 
 
@@ -53,8 +53,9 @@ class _Layer(nn.Module):
     def forward(
         self, x: torch.Tensor, layer: int, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), layer, cos, sin, attend)
-        y: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(self.input_layernorm(x), layer, cos, sin, attend)
+        x, normed = self.post_attention_layernorm.after(x, attended)
+        y: torch.Tensor = x + self.mlp(normed)
         return y
 
 

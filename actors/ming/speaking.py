@@ -47,8 +47,7 @@ class MingTalker(TalkerRole):
     a `MingVoiceEncoder` learned. With `normalise` figures of English and Chinese text become words.
 
     On a GPU each of `max_running` has a slot of `kv_tokens` / `max_running` positions, and a step is a few CUDA graphs.
-    `dtype` auto is bfloat16 there, and float32 on a CPU; noise and latents are float32 in any case. With `fuse` what
-    stands between the matrices is compiled (by Triton, at the start), else it is torch's kernels one by one.
+    `dtype` auto is bfloat16 there, and float32 on a CPU; noise and latents are float32 in any case.
     """
 
     heavy = True
@@ -73,7 +72,6 @@ class MingTalker(TalkerRole):
         kv_tokens: int = 16384,
         temperature: float = 0.0,
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-        fuse: bool = True,
         normalise: bool = True,
     ) -> None:
         self._weights = resolve(model, PACKAGED)
@@ -82,7 +80,6 @@ class MingTalker(TalkerRole):
         self._limits = {"max_running": max_running, "max_waiting": max_waiting, "kv_tokens": kv_tokens}
         self._temperature = temperature
         self._dtype = ("float32" if self._device == "cpu" else "bfloat16") if dtype == "auto" else dtype
-        self._fuse = fuse
         self._normalise = normalise
         self._script: MingScript
         self._voices: dict[str, Voice] = {}
@@ -179,8 +176,6 @@ class MingTalker(TalkerRole):
         if self._device == "cpu":
             pack_linears(model)
             return FlowEngine(model, guidance=GUIDANCE, sigma=SIGMA, **self._limits)
-        if self._fuse:
-            model.compile_blocks()
         slots = self._limits["max_running"]
         slotted = SlottedFlow(model, slots=slots, positions=self._limits["kv_tokens"] // slots)
         return FlowEngine(slotted, guidance=GUIDANCE, sigma=SIGMA, **self._limits)

@@ -100,12 +100,6 @@ class TalkerModel(nn.Module):
     def end(self, stream: TalkerStream) -> None:
         """A stream that takes no more steps leaves nothing behind."""
 
-    def compile_blocks(self) -> None:
-        """Let torch fuse what stands between the matrices of a step; the first step of any size compiles (Triton)."""
-        assert isinstance(self.head.net, DitNet) and isinstance(self.head.feedback, Aggregator)
-        for block in (*self.head.net.blocks, *self.head.feedback.blocks):
-            block.compile(dynamic=True)
-
 
 def load_talker(
     config: Talker, weights: Mapping[str, torch.Tensor], device: str = "cpu", dtype: torch.dtype = torch.float32

@@ -30,6 +30,7 @@ from bench.gpu.ming_graph import TEXTS, speech, write_talker
 from omniflow import Runtime, plan
 from omniflow.cli.machine import this_machine
 from omniflow.config import RuntimeConfig
+from omniflow.engine import fused, slot_cache
 from omniflow.engine.base import EngineOutput, EngineRequest, Sampling
 from omniflow.engine.flow import FlowKnobs
 from omniflow.engine.flow_engine import FlowEngine
@@ -75,11 +76,13 @@ def timed(call: Callable[[], object], count: int) -> float:
     return statistics.median(taken)
 
 
-def talker_of(folder: Path, dtype: str, *, fused: bool) -> TalkerModel:
-    model = load_talker(Talker.load(folder), read_folder(folder), DEVICE, DTYPES[dtype])
-    if fused:
-        model.compile_blocks()
-    return model
+def plain_kernels(plain: bool) -> None:
+    """Whether torch's kernels run instead of ours, in what is made from now on."""
+    fused.HAS_TRITON = slot_cache.HAS_TRITON = not plain
+
+
+def talker_of(folder: Path, dtype: str) -> TalkerModel:
+    return load_talker(Talker.load(folder), read_folder(folder), DEVICE, DTYPES[dtype])
 
 
 class Steps:
@@ -129,10 +132,10 @@ def floor_of(model: TalkerModel, streams: int, facts: dict[str, Any]) -> dict[st
 def measure_steps(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     facts = gpu_facts()
     began = time.perf_counter()
-    model = talker_of(folder, arguments.dtype, fused=arguments.fused)
+    model = talker_of(folder, arguments.dtype)
     loaded_s = time.perf_counter() - began
     steps = Steps(model, max(STREAMS))
-    found: dict[str, Any] = {"facts": facts, "dtype": arguments.dtype, "fused": arguments.fused}
+    found: dict[str, Any] = {"facts": facts, "dtype": arguments.dtype, "plain": arguments.plain}
     found |= {"load_s": loaded_s, "capture_s": steps.start_s, "gpu_gb": torch.cuda.max_memory_allocated() / 1e9}
     print(f"{facts}\nloaded in {loaded_s:.1f} s, captured in {steps.start_s:.1f} s", flush=True)
     found["streams"] = {}
@@ -200,18 +203,17 @@ def measure_check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
     plain = load_talker(config, tiny_weights)
     want = latents_of(FlowEngine(plain, guidance=2.0, sigma=0.25, max_running=4), [1, 2, 3], 4)
     for name, dtype in DTYPES.items():
-        for fused in (False, True):
-            model = load_talker(config, tiny_weights, DEVICE, dtype)
-            if fused:
-                model.compile_blocks()
-            got = latents_of(engine_on(model, 4), [1, 2, 3], 4)
-            key = f"tiny, {name}{', fused' if fused else ''}, against the CPU's float32"
-            found[key] = [
-                [apart(got[seed][4 * n : 4 * n + 4], want[seed][4 * n : 4 * n + 4]) for n in range(4)] for seed in want
-            ]
-            print(key, np.round(found[key], 6).tolist(), flush=True)
+        got = latents_of(engine_on(load_talker(config, tiny_weights, DEVICE, dtype), 4), [1, 2, 3], 4)
+        found[f"tiny, {name}, against the CPU's float32"] = [
+            [apart(got[seed][4 * n : 4 * n + 4], want[seed][4 * n : 4 * n + 4]) for n in range(4)] for seed in want
+        ]
+    plain_kernels(True)
+    engine = engine_on(talker_of(folder, "float32"), 16)
+    exact = latents_of(engine, [3], 6)[3]
+    del engine
+    plain_kernels(False)
     for name in ("float32", "bfloat16"):
-        engine = engine_on(talker_of(folder, name, fused=arguments.fused), 16)
+        engine = engine_on(talker_of(folder, name), 16)
         alone = {seed: latents_of(engine, [seed], 6)[seed] for seed in (1, 7)}
         again = latents_of(engine, [7], 6)[7]
         many = latents_of(engine, list(range(1, 14)), 6)
@@ -220,12 +222,9 @@ def measure_check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
             [apart(many[seed][4 * n : 4 * n + 4], own[4 * n : 4 * n + 4]) for n in range(6)]
             for seed, own in alone.items()
         ]
-        if name == "float32":
-            exact = many
-        else:
-            found["full, bfloat16 against float32"] = [
-                apart(many[3][4 * n : 4 * n + 4], exact[3][4 * n : 4 * n + 4]) for n in range(6)
-            ]
+        found[f"full, {name}, against torch's kernels in float32"] = [
+            apart(many[3][4 * n : 4 * n + 4], exact[4 * n : 4 * n + 4]) for n in range(6)
+        ]
         del engine
         torch.cuda.empty_cache()
     for key, value in found.items():
@@ -323,7 +322,6 @@ async def measure_serve(folder: Path, arguments: argparse.Namespace) -> dict[str
     graph = speech(
         folder,
         max_running=arguments.max_running,
-        fused=arguments.fused,
         together=arguments.together,
         talker=arguments.dtype,
         vocoder=arguments.vocoder_dtype,
@@ -348,7 +346,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
     parser.add_argument("--vocoder-dtype", default="auto", choices=["auto", *DTYPES])
-    parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--plain", action="store_true", help="torch's kernels instead of ours")
     parser.add_argument("--together", action="store_true", help="talker and vocoder in one process")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--rounds", type=int, default=20)
@@ -357,6 +355,7 @@ def main() -> None:
     parser.add_argument("--max-running", type=int, default=32)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    plain_kernels(arguments.plain)
     if arguments.part == "write":
         write_talker(arguments.folder)
         return

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from actors.ming import speaking
+from actors.ming import script
 from actors.ming.speaking import MingTalker
 from actors.ming.tensors import Shapes, talker_shapes, vae_shapes
 from actors.ming.vocoder import MingVocoder
@@ -99,7 +99,7 @@ def _tokenizer() -> Tokenizer:
     """A token each word and mark, as many as a real one takes, about."""
     marks = ["<|im_start|>", "<|im_end|>", "<audio>"]
     words = itertools.chain.from_iterable(
-        re.findall(r"\w+|[^\w\s]+", each) for each in (*TEXTS, *speaking.BEFORE, *speaking.AFTER, "Ready.")
+        re.findall(r"\w+|[^\w\s]+", each) for each in (*TEXTS, *script.BEFORE, *script.AFTER, "Ready.")
     )
     vocab = {word: id for id, word in enumerate(dict.fromkeys(["<unk>", *marks, *words]))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -112,7 +112,7 @@ class PacedTalker(MingTalker):
     """Each segment lasts as long as its text takes to say at 14 letters a second: random weights never stop."""
 
     async def setup(self) -> None:
-        speaking.SLOWEST, speaking.SPARE_S = 1.0, 0.0
+        script.SLOWEST, script.SPARE_S = 1.0, 0.0
         await super().setup()
 
 
@@ -135,7 +135,7 @@ def speech(
         device=device,
         max_running=max_running,
         kv_tokens=512 * max_running,
-        fuse=fused,
+        normalise=False,
         dtype=dtypes.get("talker", "auto"),
     )
     own: dict[str, Any] = {"near": "talker"} if together else {}

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omniflow.engine.fused import add_norm
+
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, query [..., heads, dim], key [..., kv_heads, dim], value as key) -> [..., heads, dim]."""
 
@@ -60,6 +62,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+
+    def after(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x` + `delta`, and that normed."""
+        return add_norm(x, delta, self.weight, self._eps)
 
 
 class DecoderLayer(nn.Module):

@@ -223,13 +223,10 @@ class SlottedFlow:
         """The backbone over the last feedback of the first `count` slots."""
         positions = self._positions[:count].clamp(max=self._cache.positions - 1)[:, None]
         slots = torch.arange(count, device=positions.device)
-        shape, length = self._model.shape, self._cache.positions
-        mask = self._cache.mask(positions, 0, None, shape.num_attention_heads // shape.num_key_value_heads, length)
+        sight = self._cache.sight(slots, positions, length=self._cache.positions)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return self._cache.attend(
-                layer, query, key, value, slots=slots, positions=positions, mask=mask, first_slots=True
-            )
+            return self._cache.attend(layer, query, key, value, sight)
 
         self._hidden[:count] = self._model.decoder(self._inputs[:count, None], positions, attend)[:, 0]
         self._positions[:count] += 1

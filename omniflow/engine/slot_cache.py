@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
 from omniflow.engine.decoder import DecoderShape
+from omniflow.engine.fused import HAS_TRITON
+
+
+class Sight(NamedTuple):
+    """What the next inputs of some streams see; see `SlotCache.sight`."""
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    starts: torch.Tensor
+    first: int
+    windows: Sequence[int | None]
+    masks: dict[int | None, torch.Tensor]
+    """For each window; empty where a kernel does without."""
 
 
 class SlotCache:
@@ -22,7 +38,10 @@ class SlotCache:
         size = (shape.num_hidden_layers, slots + 1, shape.num_key_value_heads, positions, shape.head_dim)
         self.keys = torch.zeros(size, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
+        self._shape = shape
         self._places = torch.arange(positions, device=device)
+        self.has_kernel = device.type == "cuda" and HAS_TRITON and shape.head_dim in (16, 32, 64, 128, 256)
+        """True where attention looks at no more positions than a stream has."""
 
     def clear(self, slot: int) -> None:
         """Before a new stream: what is masked counts 0 times, which is still no number where the last one left none."""
@@ -34,19 +53,27 @@ class SlotCache:
         self.keys[:, target] = self.keys[:, source]
         self.values[:, target] = self.values[:, source]
 
-    def mask(self, positions: torch.Tensor, first: int, window: int | None, repeats: int, length: int) -> torch.Tensor:
-        """What is added to the scores of inputs at `positions` [batch, n]: [batch, 1, n * repeats, length].
+    def sight(
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        length: int,
+        first: int = 0,
+        windows: Sequence[int | None] | None = None,
+    ) -> Sight:
+        """What inputs at `positions` [batch, n], each after the other, of the streams in `slots` [batch] see.
 
-        Each sees itself, and what came before from position `first` on, no more than `window` with itself.
+        That is themselves, and what came before from position `first` on, in layers with a window no more than that
+        with themselves; no position is `length` or more.
         """
-        places, own = self._places[:length], positions[..., None]
-        sees = places <= own
-        if first:
-            sees &= (places >= first) | (places == own)
-        if window is not None:
-            sees &= places > own - window
-        mask = torch.zeros(sees.shape, dtype=self.keys.dtype, device=sees.device).masked_fill_(~sees, -torch.inf)
-        return mask[:, :, None].expand(-1, -1, repeats, -1).reshape(len(mask), 1, -1, length)
+        windows = windows or [None] * self._shape.num_hidden_layers
+        masks = {}
+        if not self.has_kernel:
+            masks = {
+                window: self._mask(positions[..., None], first, window, length) for window in dict.fromkeys(windows)
+            }
+        return Sight(slots, positions, positions[:, 0].contiguous(), first, windows, masks)
 
     def attend_prompts(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor
@@ -60,31 +87,33 @@ class SlotCache:
         return attended.transpose(1, 2)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor,
-        first_slots: bool = False,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sight: Sight
     ) -> torch.Tensor:
-        """Attention of the next inputs [batch, n, heads, dim] of the streams in `slots` [batch], at `positions`
-        [batch, n], with the `mask` of these, over as many positions as it has; keeps `key` and `value`.
+        """Attention of the next inputs [batch, n, heads, dim] over what they see; keeps `key` and `value`."""
+        keys, values, window = self.keys[layer], self.values[layer], sight.windows[layer]
+        if self.has_kernel:
+            from omniflow.engine import kernels
 
-        With `first_slots`, `slots` are those from 0 on, and nothing is copied.
-        """
+            where = (sight.slots, sight.starts, sight.first, window)
+            return kernels.attend_slots(query, key, value, keys, values, *where)
+        keys[sight.slots[:, None], :, sight.positions] = key
+        values[sight.slots[:, None], :, sight.positions] = value
+        mask = sight.masks[window]
+        keys, values = (each.index_select(0, sight.slots)[:, :, : mask.shape[-1]] for each in (keys, values))
         batch, count, heads, dim = query.shape
-        length, groups = mask.shape[-1], key.shape[2]
-        stored = (self.keys[layer], self.values[layer])
-        for each, new in zip(stored, (key, value), strict=True):
-            each[slots[:, None], :, positions] = new
-        keys, values = (
-            (each[:batch] if first_slots else each.index_select(0, slots))[:, :, :length] for each in stored
-        )
         # Heads that share keys are as good as more inputs; with a mask, no fast kernel knows them otherwise.
-        grouped = query.reshape(batch, count, groups, -1, dim).permute(0, 2, 1, 3, 4).reshape(batch, groups, -1, dim)
+        grouped = query.reshape(batch, count, key.shape[2], -1, dim).transpose(1, 2).flatten(2, 3)
         attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-        return attended.reshape(batch, groups, count, -1, dim).permute(0, 2, 1, 3, 4).reshape(batch, count, heads, dim)
+        return attended.reshape(batch, key.shape[2], count, -1, dim).transpose(1, 2).reshape(batch, count, heads, dim)
+
+    def _mask(self, own: torch.Tensor, first: int, window: int | None, length: int) -> torch.Tensor:
+        """What is added to the scores of inputs at `own` [batch, n, 1]: [batch, 1, n * sharing heads, length]."""
+        places = self._places[:length]
+        sees = places <= own
+        if first:
+            sees &= (places >= first) | (places == own)
+        if window is not None:
+            sees &= places > own - window
+        mask = torch.zeros(sees.shape, dtype=self.keys.dtype, device=sees.device).masked_fill_(~sees, -torch.inf)
+        repeats = self._shape.num_attention_heads // self._shape.num_key_value_heads
+        return mask[:, :, None].expand(-1, -1, repeats, -1).reshape(len(mask), 1, -1, length)
