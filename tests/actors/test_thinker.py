@@ -14,7 +14,15 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from actors.thinker import Thinker, end_token_ids
-from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, UnsupportedError, WeightsError
+from omniflow.engine.ranks import Ranks
+from omniflow.errors import (
+    ContextLengthError,
+    InvalidInputError,
+    OverloadedError,
+    StartError,
+    UnsupportedError,
+    WeightsError,
+)
 from omniflow.media import Generated, TokenPrompt, Tokens, Tool
 from tests.doubles import ListEmit, context
 from tests.engine.tiny import BYTES_END, CONTEXT, HIDDEN, VOCAB, byte_llama, byte_tokenizer, prompt, tiny_llama
@@ -66,6 +74,17 @@ async def think(thinker: Thinker, ids: list[int], **options: object) -> tuple[li
     emit: ListEmit[Tokens] = ListEmit()
     generated = await thinker.run(TokenPrompt(ids), emit, context(**options))
     return [id for tokens in emit.items for id in tokens.ids], generated
+
+
+@pytest.mark.parametrize("tp", [3, 8])
+async def test_heads_that_gpus_cannot_share(folder: Path, tp: int) -> None:
+    """Each rank says so before it loads anything: the plan knows only what its graph has told it."""
+    thinker = Thinker(model=str(folder), engine="sglang", device="gpu")
+    thinker.ranks = Ranks(0, tp)
+    with pytest.raises(StartError, match=f"tp={tp} does not divide its 4 attention heads \\(2 of keys .*; 1, 2, 4 do"):
+        await thinker.setup()
+    with pytest.raises(StartError, match=f"tp={tp}"):
+        thinker.follow()
 
 
 async def test_tokens_come_one_by_one_and_the_end_says_how_many(folder: Path) -> None:

@@ -307,9 +307,12 @@ def test_the_thinker_is_split_by_sglang_alone() -> None:
     with pytest.raises(PlanError, match="stage 'thinker': tp=2 cannot be: its engine runs on one GPU; set engine='sgl"):
         plan(configure(graph, layers).spec, cluster_named("2xh200"))
     layers.append(set_layer(["thinker.engine=sglang"]))
-    found = plan(configure(graph, layers).spec, cluster_named("2xh200"))
+    with pytest.raises(PlanError, match="stage 'thinker': tp=2 does not divide its 9 attention heads; 1, 3, 9 do"):
+        plan(configure(graph, layers).spec, cluster_named("4xh200"))
+    layers.append(set_layer(["thinker.tp=3"]))
+    found = plan(configure(graph, layers).spec, cluster_named("4xh200"))
     host = next(host for host in found.hosts if "thinker" in host.stages)
-    assert (host.devices, host.ranks) == (("gpu:0", "gpu:1"), 2)
+    assert (host.devices, host.ranks) == (("gpu:0", "gpu:1", "gpu:2"), 3)
 
 
 def test_the_gpus_of_a_host_are_in_their_order() -> None:
