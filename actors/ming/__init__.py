@@ -9,6 +9,6 @@ MING_TINY = PackagedWeights(
     name="ming-tiny",
     license="nobody's: random numbers",
     convert="actors.ming.tiny:write",
-    convert_version=1,
+    convert_version=2,
 )
 """All parts of Ming-flash-omni-2.0, tiny: 6 MB, written in half a second; see `actors.ming.tiny`."""

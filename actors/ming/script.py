@@ -14,7 +14,7 @@ from actors.ming.voices import Voice
 from actors.normalise import SpokenText
 from actors.segmenter import LETTERS_PER_S
 from actors.tokenizer import load_tokenizer
-from omniflow.errors import ContextLengthError
+from omniflow.errors import ContextLengthError, WeightsError
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,8 @@ class MingScript:
         self._front = len(self._ids(BEFORE[:3]))
         """Inputs before those that tell who speaks."""
         self._who_at = self._front + len(self._ids(SPEAKER[:2]))
-        self._knows_who = len(self._ids(SPEAKER[2:3])) == 1
+        if len(self._ids(SPEAKER[2:3])) != 1:
+            raise WeightsError(f"the tokenizer.json in {folders.llm} knows no {SPEAKER[2]}: it is no Ming talker's")
         self._tokenizer.encode_special_tokens = True  # as text, wherever a user writes them
         vae, patch = config.audio_tokenizer_config, config.ditar_config.patch_size
         ratio = max(1, vae.patch_size)
@@ -98,7 +99,7 @@ class MingScript:
 
     def _as_voice(self, text: str, voice: Voice, most_steps: int) -> Prompt:
         """What is said in the recording goes before `text`, and its sound before that of `text`."""
-        who, before = voice.embedding if self._knows_who else None, voice.before
+        who, before = voice.embedding, voice.before
         heard = [self._written_out(voice.text)] if before is not None else []
         told = self._who if who is not None else []
         beginning = [*self._before[: self._front], *told, *self._before[self._front :]]

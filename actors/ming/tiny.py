@@ -30,7 +30,10 @@ THINKER_CONTROLS = (
     "<|startoftext|> <|endoftext|> [CLS] [gMASK] <role> </role> <|role_end|> <imagePatch> <image> </image> <video> "
     "</video> <audioPatch> <audio> </audio> <framePatch>"
 ).split()
-TALKER_CONTROLS = "<|endoftext|> <|im_start|> <|im_end|> <audio> </audio> <audioPatch> <spk> </spk>".split()
+TALKER_CONTROLS = (
+    "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_pad|> <|vision_end|> "
+    "<audio> </audio> <audioPatch> <spk> </spk>"
+).split()
 VOICES = {"DB30": 160.0, "low": 90.0}
 """What the checkpoint brings, and their pitches in Hz."""
 SAID = "a boat on the river"

@@ -21,6 +21,7 @@ import pytest
 import soundfile
 from PIL import Image
 
+from actors.ming.tiny import SAID
 from tests.e2e.conftest import Server, serving
 
 TEXT = "The children built a small boat. After dinner they played cards."
@@ -167,6 +168,29 @@ def test_it_speaks_with_the_voices_of_its_checkpoint(tiny: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="bob") as refused:
         speech(tiny, 3, "bob")
     assert refused.value.param == "voice"
+
+
+def test_it_learns_a_voice_from_a_recording(tiny: Server, folder: Path) -> None:
+    """That of one of its own voices gives its own sound; who it is without what is said is another."""
+    (recording,) = folder.glob("cache/weights/ming-tiny*/talker/data/wavs/low.wav")
+    sample = base64.b64encode(recording.read_bytes()).decode()
+    body = {"model": "ming_omni", "input": TEXT, "response_format": "wav", "seed": 3}
+
+    def cloned(**fields: str) -> bytes:
+        return httpx.post(f"{tiny.url}/v1/audio/speech", json=body | fields, timeout=30).content
+
+    wanted = speech(tiny, 3, "low")
+    assert cloned(ref_audio=f"data:audio/wav;base64,{sample}", ref_text=SAID) == wanted
+    assert cloned(ref_audio=sample) not in (wanted, speech(tiny, 3))
+    files = {"audio_sample": ("me.wav", recording.read_bytes(), "audio/wav")}
+    form = {"name": "me", "consent": "yes", "ref_text": SAID}
+    assert httpx.post(f"{tiny.url}/v1/audio/voices", data=form, files=files, timeout=30).json()["id"] == "me"
+    assert speech(tiny, 3, "me") == wanted
+    spoken: dict[str, Any] = {"modalities": ["text", "audio"], "audio": {"voice": "me", "format": "wav"}}
+    assert tiny.client().chat.completions.create(**asked(MEDIA[0], **spoken)).choices[0].message.audio is not None
+    short = httpx.post(f"{tiny.url}/v1/audio/speech", json=body | {"ref_audio": wav(0.5)}, timeout=30)
+    assert short.status_code == 400 and short.json()["error"]["param"] == "ref_audio"
+    assert "a recording of 0.5 s is not taken; send 1 to 30 s" in short.json()["error"]["message"]
 
 
 def test_a_killed_talker_fails_its_request_and_comes_back(tiny: Server) -> None:

@@ -119,6 +119,13 @@ def test_a_prompt_tells_who_speaks_and_what_was_heard(folder: Path, encode: Voic
     assert prompt.before.shape == (8, 8)  # 2000 samples: two steps
 
 
+def test_a_tokenizer_without_the_marks_of_a_speaker_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    (folder / "tokenizer.json").write_text(tiny_tokenizer().to_str().replace("<|vision_pad|>", "<|other|>"))
+    with pytest.raises(WeightsError, match=r"knows no <\|vision_pad\|>: it is no Ming talker's"):
+        MingScript(folder)
+
+
 def test_a_recording_whose_words_are_unknown_tells_who_speaks_only(folder: Path, encode: VoiceEncoder) -> None:
     prompt = MingScript(folder).prompt("Hi.", encode(recording(2000)))
     assert prompt is not None and prompt.rows is not None and prompt.before is None
