@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from omniflow.engine.decoder import Decoder, DecoderShape, attend_last
+from omniflow.engine.decoder import Decoder, DecoderLayer, DecoderShape, attend_last
+from omniflow.engine.fused import HAS_TRITON, gated
 
 STATE_SIZE = 2
 """Of each row: how many steps it has taken, and how many since its end began (0: it has not)."""
@@ -197,12 +198,31 @@ class _DepthAttention:
         size = (len(like), shape.num_key_value_heads, length, shape.head_dim)
         self._stored = [(like.new_empty(size), like.new_empty(size)) for _ in range(shape.num_hidden_layers)]
         self._start = self._end = 0
+        self._eps = shape.rms_norm_eps
+        self._has_kernels = has_kernels(like) and shape.head_dim.bit_count() == 1
 
     def step(self, decoder: Decoder, inputs: torch.Tensor) -> torch.Tensor:
         """What `decoder` gives for the next `inputs` [batch, length, hidden]."""
         self._start, self._end = self._end, self._end + inputs.shape[1]
+        if self._has_kernels:
+            return self._step_by_kernels(decoder, inputs)
         output: torch.Tensor = decoder(inputs, slice(self._start, self._end), self._attend)
         return output
+
+    def _step_by_kernels(self, decoder: Decoder, x: torch.Tensor) -> torch.Tensor:
+        """The same in 8 calls a layer instead of 21: on a GPU, of small matrices, the calls are what takes time."""
+        from omniflow.engine import depth_kernels
+
+        cos, sin = (each[self._start : self._end] for each in (decoder.rotary.cos, decoder.rotary.sin))
+        delta = torch.zeros_like(x)
+        for layer, stored in zip(decoder.layers, self._stored, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            x, normed = layer.input_layernorm.after(x, delta)
+            qkv = layer.qkv_proj(normed)
+            attended = depth_kernels.attend(qkv, layer.qk_norm, cos, sin, *stored, self._start, self._eps)
+            x, normed = layer.post_attention_layernorm.after(x, layer.o_proj(attended))
+            delta = layer.down_proj(gated(layer.gate_up_proj(normed)))
+        return decoder.norm.after(x, delta)[1]
 
     def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         keys, values = (stored[:, :, : self._end] for stored in self._stored[layer])
@@ -239,10 +259,21 @@ def _ready(noise: torch.Tensor, knobs: Knobs) -> _Ways:
 def _pick(logits: torch.Tensor, ways: _Ways, ranks: torch.Tensor) -> torch.Tensor:
     """One id [..., 1] from each row of `logits` [..., vocab]; `ways` are [..., 1], `ranks` 0 to vocab - 1."""
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    if has_kernels(logits):
+        from omniflow.engine import depth_kernels
+
+        rows = (each.expand(*logits.shape[:-1], 1).reshape(-1) for each in ways)
+        found = depth_kernels.draw_ordered(ordered.flatten(0, -2), ids.flatten(0, -2), *rows)
+        return found.reshape(*logits.shape[:-1], 1)
     probs = (ordered / ways.temperature).masked_fill(ranks >= ways.top_k, -torch.inf).softmax(dim=-1)
     sums = (probs * (probs.cumsum(dim=-1) - probs < ways.top_p)).cumsum(dim=-1)
     index = (sums <= ways.noise * sums[..., -1:]).sum(dim=-1, keepdim=True)
     return ids.gather(-1, index)
+
+
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """True where what is done with `tensor` can be done by `depth_kernels`."""
+    return tensor.is_cuda and HAS_TRITON
 
 
 def draw(logits: torch.Tensor, noise: torch.Tensor, knobs: Knobs) -> torch.Tensor:

@@ -47,6 +47,9 @@ class _Running:
         self.request = request
         self.rid = rid
         self.held = held
+        self.stop_ids = request.sampling.stop_token_ids
+        self.is_plain = held is None and not request.stop
+        """Nothing but a stop token or SGLang ends it, so its tokens are not looked at one by one."""
         self.generated: list[int] = []
         self.aborted = False
 
@@ -223,7 +226,10 @@ class SGLangEngine:
         if request_id is None:
             return []
         running = self._running[request_id]
-        ids, reason = self._new_ids(running, progress)
+        ids: list[int] = progress.ids
+        reason: Finish | None = None
+        if progress.finish is not None or not running.is_plain or not running.stop_ids.isdisjoint(ids):
+            ids, reason = self._new_ids(running, progress)
         if reason is not None:
             self._forget(running)
             if progress.finish is None:
