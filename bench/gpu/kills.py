@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,39 +37,58 @@ KILL_ME = "now kill me"
 MB = 1e6
 
 
-def memory_used(gpu: int = 0) -> float:
-    """MB in use on a GPU, by all processes; `gpu` counts those that this process may see."""
+def _handle(gpu: int) -> Any:
+    """A GPU of those that this process may see, as NVML knows it."""
     import pynvml
 
     visible = [int(each) for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(visible[gpu] if visible else gpu)
-    return float(pynvml.nvmlDeviceGetMemoryInfo(handle).used / MB)
+    return pynvml.nvmlDeviceGetHandleByIndex(visible[gpu] if visible else gpu)
+
+
+def memory_used(gpu: int = 0) -> float:
+    """MB in use on a GPU, by all processes."""
+    import pynvml
+
+    return float(pynvml.nvmlDeviceGetMemoryInfo(_handle(gpu)).used / MB)
+
+
+def held_by_processes(gpu: int = 0) -> dict[int, float]:
+    """MB of a GPU that each process holds, by its id."""
+    import pynvml
+
+    found = pynvml.nvmlDeviceGetComputeRunningProcesses(_handle(gpu))
+    return {each.pid: (each.usedGpuMemory or 0) / MB for each in found}
 
 
 class MemoryBack:
-    """Watches, in a thread, when the GPU's memory has come down to `below_mb` after `begin`."""
+    """Watches, in a thread, when the GPU has all that some processes hold of it; others may use it meanwhile."""
 
-    def __init__(self, below_mb: float) -> None:
-        self._below_mb = below_mb
+    def __init__(self, pids: Collection[int]) -> None:
+        held = held_by_processes()
+        self._pids = {pid for pid in pids if pid in held}
+        self._held_mb = sum(held[pid] for pid in self._pids)
+        self._used_mb = memory_used()
         self._began = time.perf_counter()
-        self.after_ms: float | None = None
-        self.lowest_mb = float("inf")
+        self._after_ms: float | None = None
+        self._fell_mb = 0.0
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
-        while time.perf_counter() - self._began < 10 and self.after_ms is None:
-            self.lowest_mb = min(self.lowest_mb, memory_used())
-            if self.lowest_mb <= self._below_mb:
-                self.after_ms = 1e3 * (time.perf_counter() - self._began)
+        while time.perf_counter() - self._began < 10 and self._after_ms is None:
+            if not self._pids & held_by_processes().keys():
+                self._after_ms = 1e3 * (time.perf_counter() - self._began)
             time.sleep(0.002)
+        time.sleep(0.05)
+        self._fell_mb = self._used_mb - memory_used()
 
     def found(self) -> dict[str, float | None]:
-        """Once it is known."""
+        """Once it is known. `memory_fell_mb` is of the whole GPU, which others may use."""
         self._thread.join()
-        after = None if self.after_ms is None else round(self.after_ms, 1)
-        return {"memory_back_after_ms": after, "lowest_mb": round(self.lowest_mb)}
+        after = None if self._after_ms is None else round(self._after_ms, 1)
+        held, fell = round(self._held_mb), round(self._fell_mb)
+        return {"held_mb": held, "memory_back_after_ms": after, "memory_fell_mb": fell, "processes": len(self._pids)}
 
 
 def thinker_graph(model: str, device: str) -> Graph:
@@ -140,17 +160,16 @@ def pid_of(runtime: Runtime) -> int | None:
     return next(status.pid for status in runtime.status().stages if status.name == "thinker")
 
 
-async def kill_under(runtime: Runtime, load: Load, is_time: Any, idle_mb: float) -> dict[str, Any]:
+async def kill_under(runtime: Runtime, load: Load, is_time: Callable[[], bool]) -> dict[str, Any]:
     """Kill the thinker's process once `is_time`, and wait until it answers again."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(load.run)
         with anyio.fail_after(60):
             while not is_time():
                 await anyio.sleep(0.001)
-        used = memory_used()
         pid = pid_of(runtime)
         assert pid is not None
-        watch = MemoryBack(idle_mb + 64)
+        watch = MemoryBack([pid])
         killed = time.perf_counter()
         os.kill(pid, signal.SIGKILL)
         with anyio.fail_after(5):
@@ -168,7 +187,6 @@ async def kill_under(runtime: Runtime, load: Load, is_time: Any, idle_mb: float)
     return {
         "death_seen_ms": round(1e3 * seen, 2),
         **found,
-        "used_mb": round(used),
         **memory,
         "ready_again_s": round(back, 2),
         "then": again.ends[0][0],
@@ -179,8 +197,7 @@ async def kill_under(runtime: Runtime, load: Load, is_time: Any, idle_mb: float)
 async def kills(model: str, device: str) -> None:
     """All kills of the thinker; then say so, and let the requests run until this process is killed."""
     config = RuntimeConfig(start_timeout_s=120.0, step_s=60.0)
-    idle_mb = memory_used()
-    found: dict[str, Any] = {"idle_mb": round(idle_mb)}
+    found: dict[str, Any] = {"model": model}
     began = time.perf_counter()
     async with Runtime(plan(thinker_graph(model, device).spec(), this_machine(), config), config) as runtime:
         found["start_s"] = round(time.perf_counter() - began, 2)
@@ -188,10 +205,10 @@ async def kills(model: str, device: str) -> None:
         await warm.run()
         found["warm"] = sorted({end for end, _ in warm.ends})
         load = Load(runtime, 16, 64, 2000)
-        found["while 16 are answered"] = await kill_under(runtime, load, lambda: load.answering == 16, idle_mb)
+        found["while 16 are answered"] = await kill_under(runtime, load, lambda: load.answering == 16)
         print(json.dumps(found), flush=True)
         prompts = Load(runtime, 16, 1500, 500)
-        found["while 16 prompts are read"] = await kill_under(runtime, prompts, lambda: prompts.submitted > 8, idle_mb)
+        found["while 16 prompts are read"] = await kill_under(runtime, prompts, lambda: prompts.submitted > 8)
         print(json.dumps(found), flush=True)
         last = Load(runtime, 16, 64, 2000)
         async with anyio.create_task_group() as tasks:
@@ -201,18 +218,20 @@ async def kills(model: str, device: str) -> None:
             print(KILL_ME, flush=True)
 
 
-def left(mark: str) -> list[str]:
-    """The command lines of living processes of this run."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                if state != "Z":
-                    found.append((folder / "cmdline").read_text().replace("\0", " ").strip()[:120])
-        except OSError:
-            continue
-    return found
+def is_of(pid: int, mark: str) -> bool:
+    """True for a living process of this run."""
+    folder = Path("/proc", str(pid))
+    try:
+        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" and mark.encode() in (folder / "environ").read_bytes()
+    except OSError:
+        return False
+
+
+def left(mark: str) -> list[int]:
+    """The living processes of this run."""
+    pids = (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if pid != os.getpid() and is_of(pid, mark)]
 
 
 def main() -> None:
@@ -225,7 +244,7 @@ def main() -> None:
     if arguments.child:
         anyio.run(kills, arguments.model, arguments.device)
         return
-    shm, idle_mb, mark = set(os.listdir("/dev/shm")), memory_used(), uuid.uuid4().hex
+    shm, mark = set(os.listdir("/dev/shm")), uuid.uuid4().hex
     command = [sys.executable, "-m", "bench.gpu.kills", "--child", "--model", arguments.model]
     command += ["--device", arguments.device]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, MARK: mark}, stdout=subprocess.PIPE, text=True)
@@ -235,9 +254,9 @@ def main() -> None:
         print(line, end="", flush=True)
         if line.strip() == KILL_ME:
             break
-        if line.startswith('{"idle_mb"'):
+        if line.startswith('{"model"'):
             found = json.loads(line)
-    watch = MemoryBack(idle_mb + 64)
+    watch = MemoryBack([pid for pid in held_by_processes() if is_of(pid, mark)])
     killed = time.perf_counter()
     process.kill()
     process.wait()
