@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
-
-import torch
-from sglang.srt.model_loader.weight_utils import default_weight_loader
-from torch import nn
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omniflow.errors import WeightsError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 _PREFIX = "model."
 """Of the thinker's tensors, beside those of the towers."""
@@ -22,50 +22,57 @@ _RENAMED = {".query_layernorm.": ".q_norm.", ".key_layernorm.": ".k_norm."}
 """Ling-V2's names, and those of Ming-flash-omni-2.0."""
 
 
-def load_checkpoint(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy all of `weights` that are the thinker's. Raises WeightsError that names what is missing or too many."""
-    parameters = dict(model.named_parameters())
-    missing = Counter({name: _pieces(name, parameter) for name, parameter in parameters.items()})
-    for name, tensor in weights:
-        if name.startswith(_PREFIX):
-            target = _load(parameters, name.removeprefix(_PREFIX), tensor)
-            missing[target] -= 1
-    wrong = sorted(name for name, count in missing.items() if count)
-    if wrong:
-        raise WeightsError(f"the checkpoint has not all of {wrong[0]}, and of {len(wrong) - 1} other tensors")
+class Place(NamedTuple):
+    """Where a checkpoint's tensor belongs: a parameter, and what its loader is told beside the tensor."""
+
+    parameter: str
+    given: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
 
 
-def _pieces(name: str, parameter: nn.Parameter) -> int:
-    """How many tensors of a checkpoint one parameter is made of."""
-    if name.endswith("w2_weight"):
-        return len(parameter)
-    if name.endswith("w13_weight"):
-        return 2 * len(parameter)
-    return 2 if ".gate_up_proj." in name else 1
-
-
-def _load(parameters: dict[str, nn.Parameter], name: str, tensor: torch.Tensor) -> str:
-    """Copy one tensor; returns the name of its parameter."""
+def place_of(name: str) -> Place | None:
+    """Of the tensor `name`; None where it is no thinker's."""
+    if not name.startswith(_PREFIX):
+        return None
+    name = name.removeprefix(_PREFIX)
     expert = _EXPERT.fullmatch(name)
     if expert:
         part, shard = _EXPERT_PARTS[expert[3]]
-        target = f"{expert[1]}.{part}"
-        _known(parameters, target, name)(tensor, name, shard_id=shard, expert_id=int(expert[2]))
-        return target
+        return Place(f"{expert[1]}.{part}", (name,), {"shard_id": shard, "expert_id": int(expert[2])})
     for old, new in _RENAMED.items():
         name = name.replace(old, new)
     for old, half in _HALVES.items():
         if old in name:
-            target = name.replace(old, ".gate_up_proj.")
-            _known(parameters, target, name)(tensor, half)
-            return target
-    _known(parameters, name, name)(tensor)
-    return name
+            return Place(name.replace(old, ".gate_up_proj."), (half,))
+    return Place(name)
 
 
-def _known(parameters: dict[str, nn.Parameter], target: str, name: str) -> Callable[..., None]:
-    """What loads the parameter `target`, for the checkpoint's `name`: SGLang's layers say it, for their rank's part."""
-    if target not in parameters:
-        raise WeightsError(f"the thinker has no place for the checkpoint's {name}")
-    parameter = parameters[target]
-    return functools.partial(getattr(parameter, "weight_loader", default_weight_loader), parameter)
+def pieces(parameter: str, num_experts: int) -> int:
+    """How many tensors of a checkpoint one parameter is made of."""
+    if parameter.endswith("w2_weight"):
+        return num_experts
+    if parameter.endswith("w13_weight"):
+        return 2 * num_experts
+    return 2 if ".gate_up_proj." in parameter else 1
+
+
+def load_checkpoint(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], num_experts: int) -> None:
+    """Copy all of `weights` that are the thinker's. Raises WeightsError that names what is missing or too many."""
+    from sglang.srt.model_loader.weight_utils import default_weight_loader
+
+    parameters = dict(model.named_parameters())
+    missing = Counter({name: pieces(name, num_experts) for name in parameters})
+    for name, tensor in weights:
+        place = place_of(name)
+        if place is None:
+            continue
+        if place.parameter not in parameters:
+            raise WeightsError(f"the thinker has no place for the checkpoint's {name}")
+        parameter = parameters[place.parameter]
+        # SGLang's layers say how a parameter is loaded: which part of it their rank has.
+        load = getattr(parameter, "weight_loader", default_weight_loader)
+        load(parameter, tensor, *place.given, **place.named)
+        missing[place.parameter] -= 1
+    wrong = sorted(name for name, count in missing.items() if count)
+    if wrong:
+        raise WeightsError(f"the checkpoint has not all of {wrong[0]}, and of {len(wrong) - 1} other tensors")

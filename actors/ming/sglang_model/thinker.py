@@ -192,6 +192,7 @@ class OmniflowMingThinker(PlacedModel):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__(config.num_rows)
         thinker = msgspec.convert(config.thinker, Thinker)
+        self._num_experts = thinker.num_experts
         self.model = _Decoder(thinker)
         self.lm_head = ParallelLMHead(thinker.vocab_size, thinker.hidden_size)
         self.logits_processor = LogitsProcessor(config)
@@ -217,7 +218,7 @@ class OmniflowMingThinker(PlacedModel):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Called by SGLang with all tensors of the checkpoint. Raises WeightsError where one of ours is missing."""
-        load_checkpoint(self, weights)
+        load_checkpoint(self, weights, self._num_experts)
 
 
 EntryClass = OmniflowMingThinker

@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.ming.thinker_config import AUDIO, IMAGE
+from actors.ming.thinker_config import AUDIO, IMAGE, Thinker
 from actors.ming.thinker_places import Grid, places
 from actors.ming.thinker_weights import load_thinker
 from omniflow.engine.base import EngineOutput, EngineRequest, Sampling
 from omniflow.engine.transformers import TransformersEngine
 from omniflow.errors import ProtocolError, WeightsError
+from tests.actors.ming.test_sglang_loading import parameters
 from tests.actors.ming.thinker_folder import CONFIG, HIDDEN, write_thinker
 from tests.engine.tiny import ids_of, run
 
@@ -231,7 +232,7 @@ def test_places_that_do_not_fit_are_refused_and_the_next_request_runs(engine: SG
     [
         ("model.model.layers.1.mlp.audio_gate.expert_bias", None, "not all of model.layers.1.mlp.audio_gate.expert"),
         ("model.model.layers.2.mlp.experts.3.up_proj.weight", None, "not all of model.layers.2.mlp.experts.w13_weight"),
-        (None, "model.model.layers.3.mlp.gate.weight", "no place for the checkpoint's model.layers.3.mlp.gate.weight"),
+        (None, "model.model.layers.3.mlp.gate.weight", "no place for the checkpoint's model.model.layers.3.mlp.gate"),
     ],
 )
 def test_what_is_missing_or_left_over_is_named(
@@ -245,7 +246,7 @@ def test_what_is_missing_or_left_over_is_named(
     if extra:
         weights[extra] = torch.ones(8, HIDDEN)
     with pytest.raises(WeightsError, match=message):
-        load_checkpoint(engine._scheduler.model, weights.items())
+        load_checkpoint(engine._scheduler.model, weights.items(), 8)
 
 
 def test_lings_names_are_taken_too(engine: SGLangEngine, folder: Path) -> None:
@@ -255,7 +256,9 @@ def test_lings_names_are_taken_too(engine: SGLangEngine, folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     for old, new in names.items():
         weights = {name.replace(f".{new}.", f".{old}."): tensor for name, tensor in weights.items()}
-    load_checkpoint(engine._scheduler.model, weights.items())
+    load_checkpoint(engine._scheduler.model, weights.items(), 8)
+    known = [name for name, _ in engine._scheduler.model.named_parameters()]
+    assert sorted(known) == sorted(parameters(msgspec.convert(CONFIG, Thinker)))
 
 
 def test_sglang_is_shown_a_decoder_of_the_usual_names(folder: Path, tmp_path: Path) -> None:
