@@ -40,11 +40,12 @@ tiny = {
 _hears, _sees = Budget(weights="1.4 GB", workspace="3 GB"), Budget(weights="1.3 GB", workspace="5 GB")
 _thinks = Budget(weights="206 GB", workspace="6 GB", kv_tokens=262144, kv_bytes_per_token=65536, heads=32, kv_heads=4)
 _speaks = Budget(weights="2.6 GB", workspace="6 GB", kv_tokens=32768, kv_bytes_per_token=12288)
-_sounds = Budget(weights="0.8 GB", workspace="4 GB")
+_sounds, _learns = Budget(weights="0.8 GB", workspace="4 GB"), Budget(weights="1.7 GB", workspace="1 GB")
 _gpu = {"model": CHECKPOINT, "device": "gpu", "restart": _again}
 _speech = {
     "talker": bind(MingTalker, max_running=32, max_waiting=256, kv_tokens=32768, memory=_speaks, **_gpu),
     "vocoder": bind(MingVocoder, memory=_sounds, **_gpu),
+    "voice": bind(MingVoiceEncoder, memory=_learns, **_gpu),
 }
 flash = {
     **tiny,
@@ -56,4 +57,4 @@ flash = {
     ),
 }
 _only_speaks = absent("Ming-omni-tts only speaks: send its text to /v1/audio/speech")
-tts = {**dict.fromkeys(tiny, _only_speaks), "segment": tiny["segment"], "voice": tiny["voice"], **_speech}
+tts = {**dict.fromkeys(tiny, _only_speaks), "segment": tiny["segment"], **_speech}
