@@ -149,9 +149,15 @@ class LaneOffer(msgspec.Struct, frozen=True, array_like=True, tag=30):
 
 
 class LaneAnswer(msgspec.Struct, frozen=True, array_like=True, tag=31):
-    """Consumer -> producer: the lane is open here; or it is not (any more), and why: tensors go through the host."""
+    """Consumer -> producer: the lane is open here; or it is not (any more), and why: tensors go through the host.
+
+    Of memory on the consumer's own GPU, for the producer to write to, come the name of that GPU, the size and two
+    descriptors.
+    """
 
     problem: str | None = None
+    device: str = ""
+    size_bytes: int = 0
 
 
 class LaneNote(msgspec.Struct, frozen=True, array_like=True, tag=32):

@@ -471,7 +471,7 @@ class ArrowShmLink(Link):
             case Lane() as lane, LaneOffer():
                 lane.on_offer(message, descriptors)
             case Lane() as lane, LaneAnswer():
-                lane.on_answer(message, self.peer)
+                lane.on_answer(message, self.peer, descriptors)
             case Lane() as lane, LaneNote():
                 lane.on_note(message)
 

@@ -4,6 +4,9 @@ A host that sends has one pool of device memory for its GPU, taken once. Each pe
 copied to a block of the pool in the order of the default stream; the message names the block, and the receiver's
 tensors are views of it. When the last of them dies, the block returns by the same message as a slab's.
 
+A receiver on another GPU answers with a pool of its own, which the sender maps and copies to: a copy to another GPU
+begins before the receiver has heard of it, and what arrives is near.
+
 What orders the two devices is not an event but a pair of words for each slot, in host memory that both processes and
 both GPUs see: the producer's stream writes which generation it has filled, the consumer's which it is through with.
 A stream waits for a word only where it is not there yet, and where a process has died the other one writes
@@ -109,11 +112,13 @@ class DevicePool(BlockPool):
     there is nothing else, it is taken all the same, and our stream waits for the word before it writes.
     """
 
-    def __init__(self, limit_bytes: int, make: Callable[[int], DeviceMemory]) -> None:
+    def __init__(
+        self, limit_bytes: int, make: Callable[[int], DeviceMemory], memory: DeviceMemory | None = None
+    ) -> None:
         super().__init__()
         self.limit_bytes = limit_bytes
-        self._make = make
-        self._memory: DeviceMemory | None = None
+        self.make = make
+        self._memory = memory
         self._problem: str | None = None
         self._opening = anyio.Lock()
         self._arena = Arena(limit_bytes)
@@ -127,7 +132,7 @@ class DevicePool(BlockPool):
         """The memory, taken at the first call. Raises DeviceError where it cannot be had, at each call."""
         async with self._opening:
             if self._memory is None and self._problem is None:
-                found = await anyio.to_thread.run_sync(_outcome, self._make, self.limit_bytes)
+                found = await anyio.to_thread.run_sync(_outcome, self.make, self.limit_bytes)
                 if isinstance(found, str):
                     self._problem = found
                 elif self._problem is None:
@@ -175,9 +180,13 @@ class DevicePool(BlockPool):
 
     def _collect(self) -> None:
         """Free what was given back and read to the end."""
-        for block in [each for each in self._read if reached(self.memory.words[each.slot, FREED], each.generation)]:
+        for block in [each for each in self._read if self._is_read(each)]:
             self._read.remove(block)
             self._free(block)
+
+    def _is_read(self, block: Block) -> bool:
+        # Once the pool is closed, nothing is written there any more.
+        return self._memory is None or reached(self._memory.words[block.slot, FREED], block.generation)
 
     def _free(self, block: Block) -> None:
         self._arena.give(block.offset, -(-block.length // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT)
@@ -216,7 +225,12 @@ class CudaIpcLane(Lane):
         self._attach = attach
         self._offered = anyio.Event()
         self._offer: tuple[LaneOffer, tuple[int, int]] | None = None
+        self._answered = anyio.Event()
+        self._answer: tuple[LaneAnswer, tuple[int, int]] | None = None
+        self._writes_there = False
+        """True where the pool that we send by is the peer's memory, for this lane alone."""
         self._theirs: DeviceMemory | None = None
+        """What we read: the peer's memory, or where it writes to ours, that."""
         self._awaited: dict[int, tuple[int, Origin]] = {}
         self._sent: dict[int, int] = {}
         self._closed = False
@@ -237,6 +251,21 @@ class CudaIpcLane(Lane):
             return
         if not self._closed:
             port.send(LaneOffer(self.kind, memory.device, memory.size_bytes), memory.descriptors())
+            await self._answered.wait()
+            await self._write_there(port)
+
+    async def _write_there(self, port: LanePort) -> None:
+        """Send by the memory of the peer, if it has answered with some."""
+        if self._answer is None:
+            return
+        (answer, descriptors), self._answer = self._answer, None
+        found = await anyio.to_thread.run_sync(_outcome, self._attach, *descriptors, answer.size_bytes, answer.device)
+        _close_all(descriptors)
+        if isinstance(found, str):
+            self.refuse(found, port.peer)
+        elif not self._closed:
+            self.pool, self._writes_there = DevicePool(answer.size_bytes, self.pool.make, found), True
+            super().on_answer(LaneAnswer(), port.peer)
 
     async def _accept(self, port: LanePort) -> None:
         await self._offered.wait()
@@ -245,12 +274,25 @@ class CudaIpcLane(Lane):
         (offer, descriptors), self._offer = self._offer, None
         found = await anyio.to_thread.run_sync(_outcome, self._attach, *descriptors, offer.size_bytes, offer.device)
         _close_all(descriptors)
+        near: DeviceMemory | str = ""
+        if not isinstance(found, str) and not found.is_near:
+            # Where there is none to be had, what comes is copied out of the peer's.
+            near = await anyio.to_thread.run_sync(_outcome, self.pool.make, offer.size_bytes)
         if isinstance(found, str):
             port.send(LaneAnswer(found))
         elif not self._closed:
-            self._theirs = found
-            port.send(LaneAnswer())
+            self._theirs = found if isinstance(near, str) else near
+            given = () if isinstance(near, str) else near.descriptors()
+            port.send(LaneAnswer(None, self._theirs.device, self._theirs.size_bytes), given)
         self.decided()
+
+    def on_answer(self, answer: LaneAnswer, peer: str, descriptors: Sequence[int] = ()) -> None:
+        if len(descriptors) == 2 and not self._closed:
+            self._answer = answer, (descriptors[0], descriptors[1])
+        else:
+            _close_all(descriptors)
+            super().on_answer(answer, peer)
+        self._answered.set()
 
     def on_offer(self, offer: LaneOffer, descriptors: Sequence[int]) -> None:
         if len(descriptors) != 2 or self._closed:
@@ -316,10 +358,14 @@ class CudaIpcLane(Lane):
     def close(self) -> None:
         self._closed, self.is_open = True, False
         self._decided.set()
-        if self._offer is not None:
-            _close_all(self._offer[1])
-            self._offer = None
+        for waiting in (self._offer, self._answer):
+            if waiting is not None:
+                _close_all(waiting[1])
+        self._offer = self._answer = None
         self._offered.set()
+        self._answered.set()
+        if self._writes_there:
+            self.pool.close()
         if self._theirs is not None:
             # What our stream waits for, even for tensors that nobody has any more, a dead producer does not write.
             for slot, generation, _origin in self._missing():

@@ -131,8 +131,8 @@ class Lane(ABC):
         """Returns once it is known how tensors go, in both directions, or the link is closed."""
         await self._decided.wait()
 
-    def on_answer(self, answer: LaneAnswer, peer: str) -> None:
-        """The peer can take what we send by this lane, or cannot (any more)."""
+    def on_answer(self, answer: LaneAnswer, peer: str, descriptors: Sequence[int] = ()) -> None:
+        """The peer can take what we send by this lane, or cannot (any more); we own `descriptors`."""
         if answer.problem is not None:
             self.refuse(answer.problem, peer)
         elif self.problem is None:

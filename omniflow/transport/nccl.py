@@ -1,11 +1,10 @@
-"""NCCL: device tensors between two processes on different GPUs, point to point, through torch.distributed.
+"""NCCL: device tensors between two processes on different GPUs, point to point.
 
 Each direction of a link has a communicator of its own, so the two never wait for each other, and what breaks or is made
 again concerns one pair of hosts. A value's tensors leave in one send and arrive in one receive, on streams beside the
 default one; the message that tells the receiver of them is what pairs the two. On the CPU the same class runs on gloo.
 
-A communicator whose peer has died is aborted, which ends the kernels that wait for it. Torch's own watchdog, which
-would end the whole process, is told not to.
+A communicator whose peer has died is aborted, which ends the kernels that wait for it.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import contextlib
 import datetime
 import itertools
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 import anyio.to_thread
 
-from omniflow.environment import environment
 from omniflow.errors import DeviceError, ProtocolError
 from omniflow.messages import Block, LaneAnswer, LaneNote, LaneOffer
 from omniflow.transport.codec import Part
 from omniflow.transport.deaths import Key
 from omniflow.transport.lane import LANE_SLAB, Fetched, Lane, LanePort, Origin
+from omniflow.transport.nccl_library import Communicator, new_id
 from omniflow.transport.slabs import BlockPool
 
 if TYPE_CHECKING:
@@ -38,12 +38,6 @@ _OPEN_S = 60.0
 _SENDER, _RECEIVER = 0, 1
 _BROKEN = "broken"
 """The note of a sender that could not send what a message has promised."""
-_QUIET = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-}
-"""Torch's watchdog must not end this process because another one has died; it reads this when a group is made."""
 
 
 class InFlight(BlockPool):
@@ -146,90 +140,159 @@ def _store_of(notes: Notes) -> Any:
     return LinkStore()
 
 
-class _Way:
-    """One direction: a group of two processes, of which this one is `rank`, and the stream that its copies run on."""
+class _Way(ABC):
+    """One direction: a communicator of two processes, of which this one is `rank`. What fails raises RuntimeError."""
 
-    def __init__(self, backend: Literal["nccl", "gloo"], rank: int, notes: Notes) -> None:
+    def __init__(self, rank: int, notes: Notes) -> None:
         self.notes = notes
-        self._backend = backend
         self._rank = rank
-        self._group: Any = None
-        # Torch holds its part of a store, not ours, and asks it again when the first tensor is sent.
-        self._store: Any = None
-        self._stream: Any = None
 
+    @abstractmethod
     def open(self) -> None:
-        """Make the group, and let one byte through: only then it is known to work. Waits for the other end."""
-        import torch
+        """Make it, and let one byte through: only then it is known to work. Waits for the other end."""
 
-        device = "cuda" if self._backend == "nccl" else "cpu"
-        self._store = _store_of(self.notes)
-        self._group = _make_group(self._backend, self._rank, self._store)
-        self._stream = torch.cuda.Stream() if device == "cuda" else None  # type: ignore[no-untyped-call]
-        byte = torch.zeros(1, dtype=torch.uint8, device=device)
-        if self._rank == _SENDER:
-            self._group.send([byte], _RECEIVER, 0).wait()
-        else:
-            self._group.recv([byte], _SENDER, 0).wait()
-        if device == "cuda":
-            torch.cuda.current_stream().synchronize()
-
+    @abstractmethod
     def send(self, flat: torch.Tensor) -> object:
         """Send once the default stream is through with what it was given so far; gives what to hold meanwhile."""
-        import torch
 
-        work = self._group.send([flat], _RECEIVER, 0)
-        if self._stream is not None:
-            # Its memory is not used again before a stream has waited for the end: not the default one, which goes on.
-            with torch.cuda.stream(self._stream):
-                work.wait()
-            flat.record_stream(self._stream)
-        return work
-
+    @abstractmethod
     def receive(self, size: int) -> tuple[torch.Tensor, Any]:
         """Receive before the default stream does what it is given from now on; gives what tells whether it is through,
         or None where it is.
         """
-        import torch
 
-        if self._stream is None:
-            region = torch.empty(size, dtype=torch.uint8)
-            self._group.recv([region], _SENDER, 0).wait()
-            return region, None
-        current = torch.cuda.current_stream()
-        # A stream that is idle holds the sender up with nothing; a second one costs two more steps on the GPU.
-        stream = current if current.query() else self._stream
-        with torch.cuda.stream(stream):
-            region = torch.empty(size, dtype=torch.uint8, device="cuda")
-            self._group.recv([region], _SENDER, 0).wait()
-            through = stream.record_event()
-        if stream is not current:
-            current.wait_event(through)
-            region.record_stream(current)
-        return region, through
-
+    @abstractmethod
     def abort(self) -> None:
         """End what is under way, and with it every kernel that waits for the other end."""
+
+
+class _NcclWay(_Way):
+    """Between two GPUs, by NCCL itself."""
+
+    def __init__(self, rank: int, notes: Notes) -> None:
+        super().__init__(rank, notes)
+        self._communicator: Communicator | None = None
+        self._aborted = False
+        self._changing = threading.Lock()
+        self._stream: Any = None
+        self._ready: Any = None
+        self._through: Any = None
+        """Of the last receive."""
+
+    def open(self) -> None:
+        import torch  # and with it NCCL
+
+        self._meet()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        byte = torch.zeros(1, dtype=torch.uint8, device="cuda")
+        torch.cuda.current_stream().synchronize()
+        at = byte.data_ptr(), 1, self._stream.cuda_stream
+        self._there().send(*at) if self._rank == _SENDER else self._there().receive(*at)
+        self._stream.synchronize()
+
+    def _meet(self) -> None:
+        """NCCL waits for the other end for as long as that may take, so it must be known to come."""
+        if self._rank == _SENDER:
+            name = new_id()
+            self.notes.write("name", name)
+            self.notes.read(["coming"])
+        else:
+            (name,) = self.notes.read(["name"])
+            self.notes.write("coming", b"")
+        made = Communicator(name, self._rank)
+        with self._changing:
+            self._communicator, aborted = made, self._aborted
+        if aborted:
+            self.abort()
+
+    def _there(self) -> Communicator:
+        if self._communicator is None:
+            raise RuntimeError("the communicator was closed")
+        return self._communicator
+
+    def send(self, flat: torch.Tensor) -> object:
+        import torch
+
+        # Not in the default stream, which would wait with it for a receiver that is busy.
+        self._ready.record(torch.cuda.current_stream())
+        self._stream.wait_event(self._ready)
+        self._there().send(flat.data_ptr(), flat.numel(), self._stream.cuda_stream)
+        flat.record_stream(self._stream)
+        return None
+
+    def receive(self, size: int) -> tuple[torch.Tensor, Any]:
+        import torch
+
+        current = torch.cuda.current_stream()
+        if current.query():  # a stream that is idle holds the sender up with nothing
+            region = torch.empty(size, dtype=torch.uint8, device="cuda")
+            self._there().receive(region.data_ptr(), size, current.cuda_stream)
+            self._through = current.record_event()
+            return region, self._through
+        if self._through is not None:  # which may be what keeps the default stream
+            self._stream.wait_event(self._through)
+        with torch.cuda.stream(self._stream):
+            region = torch.empty(size, dtype=torch.uint8, device="cuda")
+            self._there().receive(region.data_ptr(), size, self._stream.cuda_stream)
+        self._through = self._stream.record_event()
+        current.wait_event(self._through)
+        region.record_stream(current)
+        return region, self._through
+
+    def abort(self) -> None:
+        with self._changing:
+            self._aborted = True
+            communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.abort()
+
+
+class _GlooWay(_Way):
+    """Between two processes on CPUs, by torch.distributed: what tests on machines without a GPU have."""
+
+    def __init__(self, rank: int, notes: Notes) -> None:
+        super().__init__(rank, notes)
+        self._group: Any = None
+        # Torch holds its part of a store, not ours, and asks it again when the first tensor is sent.
+        self._store: Any = None
+
+    def open(self) -> None:
+        import torch
+
+        self._store = _store_of(self.notes)
+        self._group = _make_group(self._rank, self._store)
+        byte = torch.zeros(1, dtype=torch.uint8)
+        if self._rank == _SENDER:
+            self._group.send([byte], _RECEIVER, 0).wait()
+        else:
+            self._group.recv([byte], _SENDER, 0).wait()
+
+    def send(self, flat: torch.Tensor) -> object:
+        return self._group.send([flat], _RECEIVER, 0)
+
+    def receive(self, size: int) -> tuple[torch.Tensor, Any]:
+        import torch
+
+        region = torch.empty(size, dtype=torch.uint8)
+        self._group.recv([region], _SENDER, 0).wait()
+        return region, None
+
+    def abort(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(RuntimeError):  # it has failed by itself already
                 group.abort()
 
 
-def _make_group(backend: Literal["nccl", "gloo"], rank: int, store: Any) -> Any:
+def _make_group(rank: int, store: Any) -> Any:
     import torch.distributed
 
     distributed: Any = torch.distributed
-    timeout = datetime.timedelta(seconds=_OPEN_S)
-    if backend == "gloo":
-        options = distributed.ProcessGroupGloo._Options()
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timeout
-        return distributed.ProcessGroupGloo(store, rank, 2, options)
-    options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    with environment(_QUIET):
-        return distributed.ProcessGroupNCCL(store, rank, 2, options)
+    options = distributed.ProcessGroupGloo._Options()
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = datetime.timedelta(seconds=_OPEN_S)
+    return distributed.ProcessGroupGloo(store, rank, 2, options)
 
 
 class NcclLane(Lane):
@@ -271,12 +334,13 @@ class NcclLane(Lane):
         def tell(key: str, value: bytes) -> None:
             loop.call_soon_threadsafe(port.send, LaneNote(rank == _SENDER, key, value))
 
-        return _Way(self._backend, rank, Notes(tell))
+        return (_NcclWay if self._backend == "nccl" else _GlooWay)(rank, Notes(tell))
 
     async def _open_out(self, way: _Way, port: LanePort) -> None:
         problem = await anyio.to_thread.run_sync(_opened, way, abandon_on_cancel=True)
         if problem is not None and not self._closed:
             self.refuse(problem, port.peer)
+            port.send(LaneNote(True, _BROKEN, b""))  # the receiver waits for the other end
 
     async def _open_in(self, way: _Way, port: LanePort) -> None:
         problem = await anyio.to_thread.run_sync(_opened, way, abandon_on_cancel=True)
@@ -296,7 +360,7 @@ class NcclLane(Lane):
         elif not self._closed:
             self._early.append(note)
 
-    def on_answer(self, answer: LaneAnswer, peer: str) -> None:
+    def on_answer(self, answer: LaneAnswer, peer: str, descriptors: Sequence[int] = ()) -> None:
         super().on_answer(answer, peer)
         if answer.problem is not None and self._out is not None:
             _abort_soon(self._out)

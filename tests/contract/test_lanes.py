@@ -100,6 +100,53 @@ async def test_views_lie_in_the_senders_memory() -> None:
         assert got[5] == 3
 
 
+async def test_what_comes_from_another_gpu_is_written_to_the_receivers_memory() -> None:
+    """The sender's pool of a lane to another GPU is that GPU's: what arrives is a view, and not a copy."""
+    async with Ends.opened("cuda_ipc of another GPU") as ends:
+        assert theirs(ends).is_near and not ours(ends).is_near
+        got = await ends.there(torch.zeros(1000), torch.Tensor)
+        theirs(ends).view(0, 4000)[0].view(torch.float32)[5] = 3
+        assert got[5] == 3
+        assert ends.lane_a.pool.blocks_in_use == 1
+        del got
+        await ends.returned()
+        assert ends.lane_a.pool.blocks_in_use == 0
+
+
+async def test_a_receiver_without_room_copies_what_comes_from_another_gpu() -> None:
+    ends = Ends("cuda_ipc of another GPU")
+    assert isinstance(ends.lane_b, CudaIpcLane)
+    ends.lane_b.pool = DevicePool(2**20, refusing)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ends.lane_a.serve, ends.a)
+        tasks.start_soon(ends.lane_b.serve, ends.b)
+        with anyio.fail_after(5):
+            while not ends.lane_a.is_open:
+                await anyio.sleep(0.001)
+        assert not theirs(ends).is_near
+        assert_mixed(await ends.there(mixed()), mixed())
+        ends.close()
+
+
+async def test_senders_that_wait_for_the_memory_of_a_receiver_that_dies_go_on() -> None:
+    async with Ends.opened("cuda_ipc of another GPU", 2**20) as ends:
+        held = [await ends.there(torch.zeros(500_000, dtype=torch.uint8), torch.Tensor) for _ in range(2)]
+        waiting = [ends.a.send_item(1, 7, n, torch.zeros(500_000, dtype=torch.uint8)) for n in range(3)]
+        assert None not in waiting
+        async with anyio.create_task_group() as tasks:
+
+            async def finish(pending: Any) -> None:
+                await pending
+
+            for each in waiting:
+                tasks.start_soon(finish, each)
+            await anyio.wait_all_tasks_blocked()
+            ends.b.close()
+            await ends.at_a.closed.wait()
+        assert ends.lane_a.pool.blocks_in_use == 0
+        assert len(held) == 2
+
+
 async def test_a_block_returns_when_the_last_view_dies() -> None:
     async with Ends.opened("cuda_ipc") as ends:
         got = await ends.there([torch.arange(100), torch.arange(50)], list[torch.Tensor])
@@ -339,13 +386,13 @@ async def test_the_next_communicator_works_after_a_death() -> None:
 
 
 async def test_torch_finds_our_store_whenever_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's groups ask again when the first tensor is sent; torch itself does not keep the Python part alive."""
+    """A group may ask again when the first tensor is sent; torch itself does not keep the Python part alive."""
     stores: list[Any] = []
     make = nccl._make_group
 
-    def keep(backend: Any, rank: int, store: Any) -> Any:
+    def keep(rank: int, store: Any) -> Any:
         stores.append(torch.distributed.PrefixStore("later", store))
-        return make(backend, rank, store)
+        return make(rank, store)
 
     monkeypatch.setattr(nccl, "_make_group", keep)
     async with Ends.opened("nccl"):
@@ -456,6 +503,24 @@ async def test_a_send_that_fails_is_told_to_the_receiver() -> None:
         assert ends.lane_a.problem == "RuntimeError: the peer is gone"
         assert (await ends.there(torch.ones(9), torch.Tensor)).sum() == 9
         ends.lane_b._in = kept
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without NCCL")
+async def test_where_there_is_no_nccl_both_ends_know_at_once() -> None:
+    """A sender that cannot make a communicator does not let its receiver wait for one."""
+    ends = Ends("nccl")
+    for link in (ends.a, ends.b):
+        assert isinstance(link, ArrowShmLink)
+        link._lane = NcclLane("nccl", 2**20, sends=link is ends.a, receives=link is ends.b)
+    async with anyio.create_task_group() as tasks:
+        for link in (ends.a, ends.b):
+            tasks.start_soon(link._lane.serve, link)
+        with anyio.fail_after(10):
+            await ends.a._lane.settled()
+            await ends.b._lane.settled()
+        assert ends.a._lane.problem is not None and "NCCL" in ends.a._lane.problem
+        assert (await ends.there(torch.ones(9), torch.Tensor)).sum() == 9
+        ends.close()
 
 
 async def test_a_refusal_comes_once() -> None:
