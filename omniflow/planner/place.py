@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,7 +32,8 @@ def plan(spec: GraphSpec, cluster: Cluster, config: RuntimeConfig | None = None)
         for number, edge in enumerate((*spec.inputs, *spec.edges, *spec.outputs))
         if edge.source not in spec.absent and edge.target not in spec.absent
     ]
-    hosts = tuple(_with_pool(host, edges, config) for host in hosts)
+    devices = {host.name: host.devices[0] for host in hosts}
+    hosts = tuple(_with_pool(host, edges, devices, config) for host in hosts)
     _refuse_over_gpus(spec, hosts, cluster)
     return Plan(spec, cluster, hosts, tuple(edges))
 
@@ -259,10 +260,20 @@ def _by_number(device: str) -> tuple[int, str]:
     return len(device), device
 
 
-def _with_pool(host: PlannedHost, edges: Iterable[PlannedEdge], config: RuntimeConfig) -> PlannedHost:
-    """Hosts whose tensors stay on GPUs get a pool for them, of one size whoever starts first."""
+def _with_pool(
+    host: PlannedHost, edges: Iterable[PlannedEdge], devices: Mapping[str, str], config: RuntimeConfig
+) -> PlannedHost:
+    """Hosts whose tensors stay on GPUs get a pool for them, of one size whoever starts first: those that send, and
+    those that others write to from another GPU.
+    """
     sends = any(edge.source_host == host.name and edge.transport in ("cuda_ipc", "nccl") for edge in edges)
-    return msgspec.structs.replace(host, pool_bytes=config.device_pool_bytes) if sends else host
+    gets = any(
+        edge.target_host == host.name
+        and edge.transport == "cuda_ipc"
+        and devices[edge.source_host] != devices[host.name]
+        for edge in edges
+    )
+    return msgspec.structs.replace(host, pool_bytes=config.device_pool_bytes) if sends or gets else host
 
 
 def _refuse_over_memory(hosts: tuple[PlannedHost, ...], cluster: Cluster) -> None:

@@ -34,7 +34,9 @@ class PlannedHost(msgspec.Struct, frozen=True):
     device_bytes: int = 0
     """What its stages may take of each of its GPUs; 0 where one of them does not say."""
     pool_bytes: int = 0
-    """Memory of its first GPU for values that it sends to other hosts, beside that."""
+    """Memory of its first GPU, beside that, for values on their way: those that it sends to other hosts, or gets from
+    another GPU by cuda_ipc.
+    """
     ranks: int = 1
 
 
@@ -177,7 +179,7 @@ def shares_of(graph: GraphSpec, hosts: Iterable[PlannedHost], gpu: int) -> list[
         stages = [graph.stage(name) for name in host.stages]
         found += [(stage.name, share_of(stage)) for stage in stages if stage.device != "cpu"]
         if host.pool_bytes and host.devices[0] == f"gpu:{gpu}":
-            found.append((f"values that {host.name} sends", host.pool_bytes))
+            found.append((f"values of {host.name} on their way", host.pool_bytes))
     return found
 
 

@@ -411,10 +411,18 @@ def test_pools_count() -> None:
     with pytest.raises(PlanError) as caught:
         plan(spec, cluster_named("1xh100"))
     assert str(caught.value) == (
-        "GPU 0 has 76.00 GiB, and 76.25 GiB are planned for it (a 70.00 GiB, values that a sends 0.25 GiB, "
+        "GPU 0 has 76.00 GiB, and 76.25 GiB are planned for it (a 70.00 GiB, values of a on their way 0.25 GiB, "
         "b 6.00 GiB); lower kv_tokens or runtime.device_pool_bytes, or add a GPU"
     )
     assert plan(spec, cluster_named("1xh100"), RuntimeConfig(device_pool_bytes=0)).gpu_bytes == (76 * GIB,)
+
+
+def test_a_host_that_another_gpu_writes_to_has_a_pool() -> None:
+    config = RuntimeConfig(between_gpus="cuda_ipc")
+    apart = chain(("a", Engine, gpu("60 GiB")), ("b", Engine, gpu("60 GiB")))
+    assert [host.pool_bytes for host in plan(apart, cluster_named("2xh100"), config).hosts] == [GIB // 4, GIB // 4]
+    near = chain(("a", Engine, gpu("20 GiB")), ("b", Engine, gpu("20 GiB")))
+    assert [host.pool_bytes for host in plan(near, cluster_named("1xh100"), config).hosts] == [GIB // 4, 0]
 
 
 def test_a_host_with_a_stage_that_names_no_budget_is_not_held() -> None:
