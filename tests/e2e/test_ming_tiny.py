@@ -160,6 +160,21 @@ def test_speech_is_the_same_alone_beside_others_and_streamed(tiny: Server) -> No
     assert streamed[-1000:] == alone[-1000:] and abs(len(streamed) - len(alone)) < 100  # of sizes in the head
 
 
+def test_a_spoken_answer_is_the_same_beside_others(tiny: Server) -> None:
+    def answer(seed: int) -> tuple[str, bytes]:
+        spoken: dict[str, Any] = {"modalities": ["text", "audio"], "audio": {"voice": "alloy", "format": "wav"}}
+        body = {**asked(MEDIA[0], MEDIA[2], **spoken), "seed": seed}
+        audio = tiny.client().chat.completions.create(**body).choices[0].message.audio
+        assert audio is not None
+        return audio.transcript, base64.b64decode(audio.data)
+
+    alone = answer(2)
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(answer, range(4)))
+    assert together[2] == alone
+    assert len({transcript for transcript, _ in together}) == 4
+
+
 def test_it_speaks_with_the_voices_of_its_checkpoint(tiny: Server) -> None:
     listed = httpx.get(f"{tiny.url}/v1/audio/voices").json()
     assert {"DB30", "low"} <= set(re.findall(r"\w+", json.dumps(listed)))

@@ -119,7 +119,9 @@ def of_part(weights: Weights, prefixes: tuple[str, ...]) -> Weights:
 
 
 def empty(shapes: Shapes) -> Weights:
-    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    """As they are stored: 16 bits, but for the biases of gates."""
+    types = {name: torch.float32 if name.endswith("expert_bias") else torch.bfloat16 for name in shapes}
+    return {name: torch.empty(shape, dtype=types[name], device="meta") for name, shape in shapes.items()}
 
 
 def test_the_thinker_and_the_towers_take_all_of_the_model() -> None:
