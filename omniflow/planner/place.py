@@ -32,8 +32,8 @@ def plan(spec: GraphSpec, cluster: Cluster, config: RuntimeConfig | None = None)
         for number, edge in enumerate((*spec.inputs, *spec.edges, *spec.outputs))
         if edge.source not in spec.absent and edge.target not in spec.absent
     ]
-    devices = {host.name: host.devices[0] for host in hosts}
-    hosts = tuple(_with_pool(host, edges, devices, config) for host in hosts)
+    firsts = {host.name: host.devices[0] for host in hosts}
+    hosts = tuple(_with_pool(host, edges, firsts, config) for host in hosts)
     _refuse_over_gpus(spec, hosts, cluster)
     return Plan(spec, cluster, hosts, tuple(edges))
 
