@@ -6,8 +6,6 @@ which the matrices are 300. Arithmetic is float32; what is stored has its inputs
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -74,17 +72,17 @@ def draw_ordered(
 
 @triton.jit(do_not_specialize=["start"])  # type: ignore[untyped-decorator]
 def _attend(
-    qkv: Any,
-    norms: Any,
-    cos: Any,
-    sin: Any,
-    keys: Any,
-    values: Any,
-    out: Any,
-    start: Any,
-    eps: Any,
-    scale: Any,
-    length: Any,
+    qkv: tl.tensor,
+    norms: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    out: tl.tensor,
+    start: tl.tensor,
+    eps: tl.tensor,
+    scale: tl.tensor,
+    length: tl.tensor,
     COUNT: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -125,7 +123,16 @@ def _attend(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turned(source: Any, weight: Any, cos: Any, sin: Any, at: Any, other: Any, eps: Any, DIM: tl.constexpr) -> Any:
+def _turned(
+    source: tl.tensor,
+    weight: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    at: tl.tensor,
+    other: tl.tensor,
+    eps: tl.tensor,
+    DIM: tl.constexpr,
+) -> tl.tensor:
     """A head's query or key, normed and turned."""
     one, two = tl.load(source + at).to(tl.float32), tl.load(source + other).to(tl.float32)
     norm = 1.0 / tl.sqrt(tl.sum(one * one, axis=0) / DIM + eps)
@@ -136,18 +143,18 @@ def _turned(source: Any, weight: Any, cos: Any, sin: Any, at: Any, other: Any, e
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _draw(
-    ordered: Any,
-    ids: Any,
-    noise: Any,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
-    found: Any,
-    vocab: Any,
-    noise_stride: Any,
-    temperature_stride: Any,
-    top_k_stride: Any,
-    top_p_stride: Any,
+    ordered: tl.tensor,
+    ids: tl.tensor,
+    noise: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    found: tl.tensor,
+    vocab: tl.tensor,
+    noise_stride: tl.tensor,
+    temperature_stride: tl.tensor,
+    top_k_stride: tl.tensor,
+    top_p_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
