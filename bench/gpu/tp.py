@@ -32,6 +32,7 @@ from omniflow.media import Options, TokenLogprob, TokenPrompt
 
 VOCAB = 100_000
 MEMORY = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+APPS = ["nvidia-smi", "--query-compute-apps=gpu_bus_id,used_memory", "--format=csv,noheader"]
 
 
 class Answer(NamedTuple):
@@ -165,6 +166,7 @@ async def kills(arguments: argparse.Namespace) -> dict[str, Any]:
         async with serving(dummy_folder(size, Path(folder)), tp, "bfloat16") as runtime:
             await together(runtime, prompts(8, 0, VOCAB), 32)
             results["serving_mib"] = used_mib()
+            results["processes_on_gpus"] = subprocess.run(APPS, capture_output=True, text=True).stdout.splitlines()
             for rank in (tp - 1, 0):
                 found = await kill(runtime, rank)
                 print(json.dumps(found), flush=True)

@@ -19,7 +19,7 @@ import socket
 import time
 import typing
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -152,7 +152,7 @@ class Leader:
 
     def _tell(self, last: Call) -> None:
         calls, self._calls = [*self._calls, last], []
-        self._ranks.tell(_ENCODER.encode(calls))
+        self._ranks.tell(*messages_of(calls))
 
 
 def lead(engine: Engine, ranks: Ranks) -> Engine:
@@ -184,13 +184,12 @@ def follow(engine: Engine, ranks: Ranks) -> None:
 
 
 def _calls(ranks: Ranks) -> Iterator[Call]:
-    decoder = msgspec.msgpack.Decoder(list[Call], ext_hook=_tensor_of)
     while True:
         try:
-            message = ranks.hear()
+            calls = calls_of(ranks.hear)
         except EOFError:
             return
-        yield from decoder.decode(message)
+        yield from calls
 
 
 def drawn_after(drawn: int, outputs: Sequence[EngineOutput]) -> int:
@@ -200,24 +199,34 @@ def drawn_after(drawn: int, outputs: Sequence[EngineOutput]) -> int:
     return drawn
 
 
-def _bytes_of(tensor: torch.Tensor) -> msgspec.msgpack.Ext:
-    import torch
+def messages_of(calls: Sequence[Call]) -> list[bytes | memoryview]:
+    """`calls` as one message, and one after it for each tensor in them, which is not copied."""
+    contents: list[bytes | memoryview] = []
 
-    plain = tensor.detach().cpu().contiguous()
-    name = str(plain.dtype).removeprefix("torch.")
-    data = plain.reshape(-1).view(torch.uint8).numpy().data
-    return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((name, tuple(plain.shape), data)))
+    def name(tensor: torch.Tensor) -> msgspec.msgpack.Ext:
+        import torch
 
+        plain = tensor.detach().cpu().contiguous()
+        contents.append(plain.reshape(-1).view(torch.uint8).numpy().data)
+        dtype = str(plain.dtype).removeprefix("torch.")
+        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((dtype, tuple(plain.shape))))
 
-def _tensor_of(code: int, data: memoryview) -> torch.Tensor:
-    import torch
-
-    name, shape, content = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], bytes])
-    flat = torch.tensor(bytearray(content), dtype=torch.uint8)
-    return flat.view(vars(torch)[name]).reshape(shape)
+    return [msgspec.msgpack.encode(calls, enc_hook=name), *contents]
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_bytes_of)
+def calls_of(hear: Callable[[], bytes]) -> list[Call]:
+    """The calls of `messages_of`, whose messages `hear` gives one by one."""
+
+    def tensor(code: int, named: memoryview) -> torch.Tensor:
+        import torch
+
+        dtype, shape = msgspec.msgpack.decode(named, type=tuple[str, tuple[int, ...]])
+        content = hear()
+        if not content:
+            return torch.empty(shape, dtype=vars(torch)[dtype])
+        return torch.frombuffer(bytearray(content), dtype=vars(torch)[dtype]).reshape(shape)
+
+    return msgspec.msgpack.Decoder(list[Call], ext_hook=tensor).decode(hear())
 
 
 @functools.cache

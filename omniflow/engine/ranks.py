@@ -20,10 +20,11 @@ class Ranks:
         self.size = size
         self._connections = connections
 
-    def tell(self, message: bytes) -> None:
+    def tell(self, *messages: bytes | memoryview) -> None:
         """Rank 0 tells all others. Waits where one is far behind; raises OSError where one is gone."""
         for connection in self._connections:
-            connection.send_bytes(message)
+            for message in messages:
+                connection.send_bytes(message)
 
     def lost(self, within_s: float) -> bool:
         """Rank 0 asks whether one of the others is gone, or will be `within_s` seconds from now."""

@@ -6,14 +6,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
 import multiprocess
 import pytest
 import torch
 
 from omniflow.engine import group as group_module
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
-from omniflow.engine.group import _ENCODER, Call, Feed, Leader, _tensor_of, drawn_after, follow, lead
+from omniflow.engine.group import Feed, Leader, calls_of, drawn_after, follow, lead, messages_of
 from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.transformers import TransformersEngine
 from omniflow.errors import ActorBrokenError, ContextLengthError, ProtocolError
@@ -110,10 +109,13 @@ def test_every_rank_makes_the_same_calls() -> None:
 @pytest.mark.parametrize("shape", [(3, 4), (1,), (0, 7)])
 def test_tensors_arrive_as_they_were(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     sent = (torch.rand(shape) * 100).to(dtype)
-    decoder = msgspec.msgpack.Decoder(list[Call], ext_hook=_tensor_of)
-    (call,) = decoder.decode(_ENCODER.encode([Feed("a", sent.T if len(shape) > 1 else sent, True)]))
-    assert call.rows.dtype == dtype
-    assert torch.equal(call.rows, sent.T if len(shape) > 1 else sent)
+    turned = sent.T if len(shape) > 1 else sent
+    messages = iter(messages_of([Feed("a", turned, False), Feed("b", sent[:1], True)]))
+    first, second = calls_of(lambda: bytes(next(messages)))
+    assert isinstance(first, Feed) and isinstance(second, Feed)
+    assert (first.rows.dtype, second.rows.dtype) == (dtype, dtype)
+    assert torch.equal(first.rows, turned) and torch.equal(second.rows, sent[:1])
+    assert list(messages) == []
 
 
 def test_what_is_refused_is_made_nowhere() -> None:
