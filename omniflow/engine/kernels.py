@@ -5,8 +5,6 @@ Sums, products and exponentials are float32; what is stored has the type of the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -100,7 +98,14 @@ def _precision(dtype: torch.dtype) -> str:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_norm(
-    x: Any, delta: Any, weight: Any, total: Any, normed: Any, size: Any, eps: Any, BLOCK: tl.constexpr
+    x: tl.tensor,
+    delta: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    normed: tl.tensor,
+    size: tl.tensor,
+    eps: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * size
     at = tl.arange(0, BLOCK)
@@ -117,13 +122,13 @@ def _add_norm(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_turned(
-    qkv: Any,
-    cos: Any,
-    sin: Any,
-    out: Any,
-    length: Any,
-    hidden: Any,
-    scale: Any,
+    qkv: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out: tl.tensor,
+    length: tl.tensor,
+    hidden: tl.tensor,
+    scale: tl.tensor,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -153,7 +158,7 @@ def _attend_turned(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gated(both: Any, out: Any, size: Any, BLOCK: tl.constexpr) -> None:
+def _gated(both: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gate = tl.load(both + row * 2 * size + at, inside, 0).to(tl.float32)
@@ -166,14 +171,14 @@ def _gated(both: Any, out: Any, size: Any, BLOCK: tl.constexpr) -> None:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn_halves(
-    x: Any,
-    cos: Any,
-    sin: Any,
-    out: Any,
-    stride: Any,
-    num_turns: Any,
-    heads: Any,
-    dim: Any,
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out: tl.tensor,
+    stride: tl.tensor,
+    num_turns: tl.tensor,
+    heads: tl.tensor,
+    dim: tl.tensor,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
@@ -188,29 +193,30 @@ def _turn_halves(
     own = head[:, None] * dim + at[None, :]
     x0 = tl.load(x + row * stride + own, inside, 0).to(tl.float32)
     x1 = tl.load(x + row * stride + own + half, inside, 0).to(tl.float32)
-    kind, to = out.dtype.element_ty, out + row * heads * dim + own
+    kind = out.dtype.element_ty
+    to = out + row * heads * dim + own
     tl.store(to, (x0 * c0[None, :] + x1 * s0[None, :]).to(kind), inside)
     tl.store(to + half, (x1 * c1[None, :] + x0 * s1[None, :]).to(kind), inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_slots(
-    query: Any,
-    key: Any,
-    value: Any,
-    keys: Any,
-    values: Any,
-    slots: Any,
-    starts: Any,
-    out: Any,
-    query_stride: Any,
-    key_stride: Any,
-    value_stride: Any,
-    count: Any,
-    room: Any,
-    first: Any,
-    window: Any,
-    scale: Any,
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    out: tl.tensor,
+    query_stride: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    count: tl.tensor,
+    room: tl.tensor,
+    first: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
     GROUPS: tl.constexpr,
     EACH: tl.constexpr,
     DIM: tl.constexpr,
