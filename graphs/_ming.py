@@ -1,6 +1,6 @@
 """Ming itself: what the profiles `tiny`, `ming-flash-omni-2.0` and `ming-omni-tts` of `ming_omni` bind, and for what.
 
-Budgets are the weights at their real sizes in 16 bits, the keys and values, and an estimate of all else.
+Budgets are the weights at their real sizes, keys and values, and an estimate of the rest.
 """
 
 from actors.detokenize import Detokenize
