@@ -50,6 +50,8 @@ async def serving(folder: Path, tp: int, dtype: str) -> AsyncIterator[Runtime]:
         host = planned.hosts[0]
         print(f"tp={tp} on {', '.join(host.devices)}: up in {time.perf_counter() - began:.1f} s", flush=True)
         yield runtime
+        ended = time.perf_counter()
+    print(f"down in {time.perf_counter() - ended:.1f} s", flush=True)
 
 
 async def answer(runtime: Runtime, ids: list[int], tokens: int, **options: Any) -> Answer:
@@ -111,7 +113,7 @@ async def rates(arguments: argparse.Namespace) -> dict[str, Any]:
             with tempfile.TemporaryDirectory() as folder:
                 async with serving(dummy_folder(size, Path(folder)), tp, "bfloat16") as runtime:
                     found = results[size][f"tp={tp}"] = await rates_of(runtime, arguments)
-            print(size, f"tp={tp}", json.dumps(found), flush=True)
+            print(size, f"tp={tp}: idle ranks take of a core:", found["idle_cores"], flush=True)
     return results
 
 
@@ -133,6 +135,7 @@ async def rates_of(runtime: Runtime, arguments: argparse.Namespace) -> dict[str,
             "slowest": round(min(speeds), 1),
             "first_ms": round(statistics.median(firsts), 1),
         }
+        print(batch, json.dumps(found[str(batch)]), flush=True)
     found["idle_cores"] = await idle_cores(pids(runtime))
     return found
 
@@ -166,7 +169,7 @@ async def kills(arguments: argparse.Namespace) -> dict[str, Any]:
         async with serving(dummy_folder(size, Path(folder)), tp, "bfloat16") as runtime:
             await together(runtime, prompts(8, 0, VOCAB), 32)
             results["serving_mib"] = used_mib()
-            results["processes_on_gpus"] = subprocess.run(APPS, capture_output=True, text=True).stdout.splitlines()
+            results["processes_on_gpus"] = said(APPS)
             for rank in (tp - 1, 0):
                 found = await kill(runtime, rank)
                 print(json.dumps(found), flush=True)
@@ -224,7 +227,11 @@ async def when(true: Callable[[], bool]) -> float:
 
 
 def used_mib() -> list[int]:
-    return [int(line) for line in subprocess.run(MEMORY, capture_output=True, text=True).stdout.split()]
+    return [int(line) for line in said(MEMORY)]
+
+
+def said(command: list[str]) -> list[str]:
+    return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Coroutine[Any, Any, dict[str, Any]]]] = {
