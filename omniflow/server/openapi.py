@@ -114,7 +114,8 @@ def _schemas(offered: list[Operation], service: Service) -> dict[str, Any]:
 
 def _name_voices(schemas: dict[str, Any], service: Service) -> None:
     """Where the voices are known, say them. An item of a batch may have another: that is an error of its own."""
-    known = sorted({voice.name for voice in service.voices} | STOCK_VOICES)
+    learned = {voice.name for voice in service.learned.named()}
+    known = sorted({voice.name for voice in service.voices} | learned | STOCK_VOICES)
     named = {"enum": known}, {"type": "object", "properties": {"id": {"enum": known}}, "required": ["id"]}
     for name in ("SpeechRequest", "AudioOptions"):
         if service.voices and name in schemas:

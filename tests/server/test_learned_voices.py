@@ -190,6 +190,8 @@ async def test_an_upload_is_a_voice_like_others(client: httpx.AsyncClient, runti
     assert created["voice"]["file_size"] == len(SOUND) and created["voice"]["speaker_description"] == "calm"
     listed = (await client.get("/v1/audio/voices")).json()
     assert listed["voices"] == ["ann", "me"] and [each["name"] for each in listed["uploaded_voices"]] == ["me"]
+    schema = (await client.get("/openapi.json")).json()["components"]["schemas"]["SpeechRequest"]["properties"]
+    assert "me" in schema["voice"]["anyOf"][0]["enum"] and schema["ref_audio"]["anyOf"][0] == {"type": "string"}
     assert (await say(client, voice="me")).status_code == (await say(client, voice={"id": "me"})).status_code == 200
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "modalities": ["text", "audio"]}
     answer = await client.post("/v1/chat/completions", json=chat | {"audio": {"voice": "me", "format": "wav"}})
@@ -241,4 +243,6 @@ async def test_a_graph_that_learns_nothing_says_why() -> None:
         assert asked.json()["error"]["code"] == "unsupported_value"
         assert "too old to learn" in (await upload(client)).json()["error"]["message"]
         assert (await say(client)).status_code == 200
+        schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+        assert schemas["SpeechRequest"]["properties"]["ref_audio"]["type"] == "null"
     assert not submitted(runtime, "voice")
