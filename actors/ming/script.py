@@ -29,8 +29,6 @@ AFTER = ("<|im_end|>\n", "<|im_start|>assistant\n", "<audio>")
 """What stands around a text that is to be spoken; the model was trained with each piece tokenized by itself."""
 SLOWEST, SPARE_S = 2.0, 2.0
 """A segment is cut once it lasts twice as long as its text takes to say, and 2 s: it has missed its end."""
-
-
 SPEAKER = ("  speaker_1:", "<|vision_start|>", "<|vision_pad|>", "<|vision_end|>\n")
 """What tells the model who speaks: an embedding takes the place of the third piece."""
 
@@ -49,8 +47,8 @@ class Prompt(msgspec.Struct, frozen=True):
 class MingScript:
     """How the talker of the checkpoint in `folder` is spoken to; used by one thread at a time.
 
-    With `normalise` figures become words before the talker sees them. Raises WeightsError where the config.json, the
-    tokenizer.json or the spk_head is missing, or it is no dense talker's.
+    With `normalise` figures become words before the talker sees them. Raises WeightsError where its config.json or its
+    tokenizer.json is missing or is no dense talker's.
     """
 
     def __init__(self, folder: Path, normalise: bool = True) -> None:
