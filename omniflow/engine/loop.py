@@ -118,7 +118,7 @@ class EngineLoop:
         self._generations: dict[str, Generation] = {}
         self.broken: BaseException | None = None
         self.stats = EngineStats(0, 0, 0, 0)
-        """What the engine held after its last step."""
+        """What the engine held after the last step whose outputs were handed over."""
 
     def busy_s(self) -> float:
         """How long the engine's present step has run; 0 between steps."""
@@ -208,13 +208,16 @@ class EngineLoop:
         self._step_began = time.monotonic()
         outputs = engine.step()
         self._step_began = None
+        if self._gather_s and outputs:
+            outputs = self._gather(outputs)
+            if not outputs:
+                return
         self.stats = engine.stats()
-        if outputs and self._gather_s:
-            self._gather(outputs)
-        elif outputs:
+        if outputs:
             self._post(self._deliver, outputs)
 
-    def _gather(self, outputs: list[EngineOutput]) -> None:
+    def _gather(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
+        """What is to be handed over now; nothing where more is to travel with it."""
         self._gathered.append(outputs)
         urgent = False
         for output in outputs:
@@ -225,10 +228,11 @@ class EngineLoop:
                 self._begun.add(output.id)
                 urgent = True
         now = time.monotonic()
-        if urgent or now - self._handed_over >= self._gather_s:
-            self._handed_over = now
-            gathered, self._gathered = self._gathered, []
-            self._post(self._deliver, joined(gathered))
+        if not urgent and now - self._handed_over < self._gather_s:
+            return []
+        self._handed_over = now
+        gathered, self._gathered = self._gathered, []
+        return joined(gathered)
 
     def _post(self, call: Callable[..., object], *args: object) -> None:
         self._asyncio.call_soon_threadsafe(call, *args)

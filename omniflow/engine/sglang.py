@@ -20,8 +20,8 @@ import msgspec
 import torch
 
 from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, check_kinds
-from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.places import Places
+from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.sglang_scheduler import Held, Progress, SteppedScheduler, Way, abort, build, close, submit
 from omniflow.errors import (
     ContextLengthError,
@@ -142,7 +142,7 @@ class SGLangEngine:
         """Run one batch. On a GPU it returns what the batch before it gave."""
         outputs = [EngineOutput(request_id, (), "abort") for request_id in self._aborted]
         self._aborted.clear()
-        if self._scheduler.has_work():
+        if self._ids or self._scheduler.has_work():  # where it has some of ours, it need not look through its queues
             for progress in self._scheduler.step():
                 outputs += self._output(progress)
         return outputs
