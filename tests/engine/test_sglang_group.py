@@ -25,6 +25,8 @@ from tests.engine.tiny import BYTES_END, BYTES_VOCAB, byte_llama, byte_tokenizer
 from tests.running import running, up_again
 
 NUM_GPUS = torch.cuda.device_count()
+MARGIN = 0.05 if NUM_GPUS else 0.0
+"""Where two tokens are as near as this (logprob), other arithmetic may choose the other."""
 MACHINE = Cluster("gpus", 8, 0, gpus=(Gpu("any", 2**36),) * 2)
 
 pytestmark = [
@@ -69,11 +71,15 @@ async def same_as_the_reference(runtime: Runtime) -> None:
             tasks.start_soon(answer, runtime, ids, found)
         with anyio.move_on_after(0.05):
             await answer(runtime, asked[0], [], max_tokens=200)
-    theirs = run(
-        TransformersEngine(byte_llama()),
-        [request(str(n), ids, max_tokens=24, stop_token_ids=frozenset([BYTES_END])) for n, ids in enumerate(asked)],
-    )
-    assert answers == [ids_of(theirs[str(n)]) for n in range(len(asked))]
+    stop = frozenset([BYTES_END])
+    wanted = [request(str(n), ids, max_tokens=24, stop_token_ids=stop, top_logprobs=2) for n, ids in enumerate(asked)]
+    theirs = run(TransformersEngine(byte_llama()), wanted)
+    for number, found in enumerate(answers):
+        outputs = theirs[str(number)]
+        margins = [each.top[0][1] - each.top[1][1] for output in outputs for each in output.logprobs]
+        decided = next((place for place, margin in enumerate(margins) if margin < MARGIN), len(margins))
+        assert found[:decided] == ids_of(outputs)[:decided]
+        assert decided < len(margins) or len(found) == len(ids_of(outputs))
 
 
 async def kill(runtime: Runtime, rank: int) -> float:
@@ -81,9 +87,9 @@ async def kill(runtime: Runtime, rank: int) -> float:
     child = runtime._supervisor.children["thinker"]
     processes = [child.process, *(follower.process for follower in child.followers)]
     times: list[float] = []
+    found: list[int] = []
 
     async def dies() -> None:
-        found: list[int] = []
         with pytest.raises(StageDiedError):
             await answer(runtime, prompts(1)[0], found, max_tokens=200, logit_bias=((BYTES_END, -100.0),))
         times.append(time.perf_counter())
@@ -91,7 +97,8 @@ async def kill(runtime: Runtime, rank: int) -> float:
     async with anyio.create_task_group() as tasks:
         for _ in range(4):
             tasks.start_soon(dies)
-        await anyio.sleep(0.1)
+        while not found:
+            await anyio.sleep(0.001)
         began = time.perf_counter()
         os.kill(processes[rank].pid, signal.SIGKILL)
     return 1e3 * (min(times) - began)
