@@ -10,9 +10,11 @@ from omniflow.media import (
     AudioFeatures,
     Chat,
     Generated,
+    HiddenStates,
     ImageFeatures,
     Images,
     Latents,
+    Picture,
     Prompt,
     Segment,
     TextDelta,
@@ -65,10 +67,19 @@ class MergeRole(Actor, ABC):
 
 
 class ThinkerRole(Actor, ABC):
-    """Answers, token by token."""
+    """Answers, token by token; `hidden` is for who makes something else of its thoughts."""
 
     @abstractmethod
-    async def run(self, prompt: TokenPrompt, emit: Emit[Tokens], ctx: Context) -> Generated: ...
+    async def run(
+        self, prompt: TokenPrompt, emit: Emit[Tokens], hidden: Emit[HiddenStates], ctx: Context
+    ) -> Generated: ...
+
+
+class PainterRole(Actor, ABC):
+    """Makes an image of what the thinker thought."""
+
+    @abstractmethod
+    async def run(self, hidden: Stream[HiddenStates], ctx: Context) -> Picture: ...
 
 
 class DetokenizeRole(Actor, ABC):

@@ -18,7 +18,7 @@ from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.group import follow, lead
 from omniflow.engine.loop import EngineLoop
 from omniflow.errors import InvalidInputError, StartError, UnsupportedError, WeightsError
-from omniflow.media import Generated, Options, TokenPrompt, Tokens
+from omniflow.media import Generated, HiddenStates, Options, TokenPrompt, Tokens
 from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ class Thinker(ThinkerRole):
     async def close(self) -> None:
         await self._loop.close()
 
-    async def run(self, prompt: TokenPrompt, emit: Emit[Tokens], ctx: Context) -> Generated:
+    async def run(self, prompt: TokenPrompt, emit: Emit[Tokens], hidden: Emit[HiddenStates], ctx: Context) -> Generated:
+        """See the class. Where somebody reads `hidden`, the whole prompt is computed, whatever is known of it."""
         request = EngineRequest(
             id=ctx.run_id,
             ids=prompt.ids,
@@ -132,12 +133,15 @@ class Thinker(ThinkerRole):
             positions=prompt.positions,
             places=_tensor(prompt.places),
             kinds=_tensor(prompt.kinds),
+            hidden="all" if hidden.wanted else None,
         )
         count = 0
         reason: Literal["stop", "length"] = "stop"
         async with self._loop.generate(request) as outputs:
             async for output in outputs:
                 count += len(output.ids)
+                if output.hidden is not None:
+                    await hidden.send(HiddenStates(await self.offload(_float_rows, output.hidden)))
                 if output.ids:
                     await emit.send(Tokens(output.ids, output.logprobs))
                 if output.finish_reason == "length":
@@ -309,6 +313,11 @@ def _compile(grammars: Grammars, answer: AnswerGrammar) -> None:
     for part in answer.parts:
         check_grammar(part.text, part.what, part.param)
     grammars.compile(answer.text, answer.param)
+
+
+def _float_rows(hidden: torch.Tensor) -> np.ndarray:
+    rows: np.ndarray = hidden.float().cpu().numpy()
+    return rows
 
 
 def _tensor(values: np.ndarray | None) -> torch.Tensor | None:

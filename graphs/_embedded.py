@@ -33,6 +33,7 @@ embedded = {
     ),
     "vocoder": bind(PiperVocoder, memory=Budget(weights="7 MB", workspace="100 MB"), restart=again),
     "transcribe": bind(WhisperScribe, memory=Budget(workspace="60 MB")),
+    "painter": absent("this profile makes no images"),
     "voice": absent("this talker has the voices that it was trained with, and cannot learn others"),
 }
 vits_talker = bind(PiperTalker, memory=Budget(weights="57 MB", workspace="100 MB"), restart=again)

@@ -35,6 +35,7 @@ tiny = {
     "talker": bind(MingTalker, model=CHECKPOINT, restart=_again),
     "vocoder": bind(MingVocoder, model=CHECKPOINT, restart=_again),
     "voice": bind(MingVoiceEncoder, model=CHECKPOINT, restart=_again),
+    "painter": absent("no images are made: what Ming makes them with is not built here"),
     "transcribe": absent("this model writes down what it hears in a chat: send the audio, and ask for its words"),
 }
 _hears, _sees = Budget(weights="1.4 GB", workspace="3 GB"), Budget(weights="1.3 GB", workspace="5 GB")

@@ -1,11 +1,13 @@
 """Ming-Omni with streaming speech: hears and sees, answers in text, and speaks the answer while it is written.
 
     preprocess => audio_encoder, image_encoder => (+) merge => thinker ~> detokenize ~> segment ~> talker ~> vocoder
+                                                               thinker ~> painter
     transcribe
     voice
 
 The thinker and the talker meet in text (as in Ming-flash-omni), so speech from text enters at `segment`. What is only
-to be written down goes to `transcribe`, and a recording whose voice is to be learned to `voice`.
+to be written down goes to `transcribe`, and a recording whose voice is to be learned to `voice`. An image would be made
+of the thinker's hidden states by `painter`, which no profile has yet.
 """
 
 from actors.roles import (
@@ -13,6 +15,7 @@ from actors.roles import (
     DetokenizeRole,
     ImageEncoderRole,
     MergeRole,
+    PainterRole,
     PreprocessRole,
     SegmenterRole,
     TalkerRole,
@@ -35,6 +38,7 @@ segment = graph.stage("segment", SegmenterRole, near="talker")
 talker = graph.stage("talker", TalkerRole)
 vocoder = graph.stage("vocoder", VocoderRole)
 transcribe = graph.stage("transcribe", TranscriberRole, near="audio_encoder")
+painter = graph.stage("painter", PainterRole)
 voice = graph.stage("voice", VoiceEncoderRole, near="talker")
 
 graph.result(preprocess, audio_encoder)
@@ -45,6 +49,7 @@ graph.stream(thinker, detokenize, bound=64)
 graph.stream(detokenize["text"], segment, bound=64)
 graph.stream(segment, talker, bound=8)
 graph.stream(talker, vocoder, bound=8)
+graph.stream(thinker, painter, bound=64)
 
 graph.input(chat=preprocess, speech=segment, transcription=transcribe, voice=voice)
 graph.output(
@@ -54,6 +59,7 @@ graph.output(
     usage=thinker["result"],
     transcript=transcribe,
     voice=voice,
+    image=painter,
 )
 
 graph.profile(

@@ -44,12 +44,14 @@ if TYPE_CHECKING:
         Chat,
         ChatMessage,
         Generated,
+        HiddenStates,
         ImageFeatures,
         ImagePart,
         Images,
         Latents,
         Options,
         Part,
+        Picture,
         Prompt,
         PromptMessage,
         Segment,
@@ -101,6 +103,7 @@ __all__ = [
     "Graph",
     "GraphError",
     "GraphSpec",
+    "HiddenStates",
     "ImageFeatures",
     "ImagePart",
     "Images",
@@ -114,6 +117,7 @@ __all__ = [
     "Outputs",
     "OverloadedError",
     "Part",
+    "Picture",
     "Plan",
     "PlanError",
     "Prompt",
@@ -167,8 +171,8 @@ _MODULES = {
     "ProtocolError RecordingError RequestError StageDiedError StageError StartError UnavailableError "
     "UnsupportedError WeightsError",
     "graph": "Graph",
-    "media": "AudioChunk AudioFeatures AudioPart Chat ChatMessage Generated ImageFeatures ImagePart Images "
-    "Latents Options Part Prompt PromptMessage Segment TextDelta TextLogprob TextPart TokenLogprob "
+    "media": "AudioChunk AudioFeatures AudioPart Chat ChatMessage Generated HiddenStates ImageFeatures ImagePart "
+    "Images Latents Options Part Picture Prompt PromptMessage Segment TextDelta TextLogprob TextPart TokenLogprob "
     "TokenPrompt Tokens Tool ToolCall ToolCallDelta Transcript VideoPart VoiceCode VoiceSample Waveforms Word",
     "planner": "Cluster Gpu Plan cluster_named plan",
     "reply": "Output Reply",

@@ -1,7 +1,7 @@
 """Settings: typed, addressable by `stage.field`, with one precedence, and every value knows where it came from.
 
-Precedence, strongest first: command line > environment > file > --model > profile > graph. Keys are `runtime.x`, `server.x`,
-or `<stage>.<field>`, where a field is a stage field (device, threads, ...) or a setting of the stage's actor.
+Precedence, strongest first: command line > environment > file > --model > profile > graph. Keys are `runtime.x`,
+`server.x`, or `<stage>.<field>`, where a field is a stage field (device, threads, ...) or a setting of its actor.
 In the environment `OMNIFLOW__THINKER__MAX_TOKENS=64` sets `thinker.max_tokens`; `OMNIFLOW_API_KEYS` sets
 `server.api_keys`. Text for a setting that is a list is split at its commas.
 """

@@ -241,6 +241,21 @@ class Generated(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class HiddenStates(msgspec.Struct, frozen=True):
+    """What an AR stage made of its next n inputs: `rows` float32 [n, hidden], after its model's last norm.
+
+    Together they are those of the prompt, and of each token but the last.
+    """
+
+    rows: np.ndarray
+
+
+class Picture(msgspec.Struct, frozen=True):
+    """An image that was made, as png."""
+
+    data: bytes
+
+
 class TextLogprob(msgspec.Struct, frozen=True):
     """`TokenLogprob` for people: `data` are the bytes of a token, which may be a part of a character."""
 

@@ -7,19 +7,26 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.ming.tensors import model_shapes, talker_shapes, vae_shapes
 from actors.ming.tiny import LLM, write_checkpoint
+from actors.roles import PainterRole
 from graphs.ming_omni import graph
 from omniflow import (
     Chat,
     ChatMessage,
+    Context,
     GraphError,
+    GraphSpec,
+    HiddenStates,
     Options,
+    Picture,
     PlanError,
     Runtime,
     RuntimeConfig,
+    Stream,
     TextPart,
     cluster_named,
     plan,
@@ -124,6 +131,23 @@ def test_budgets_hold_the_weights_at_their_real_sizes() -> None:
     )
 
 
+def with_painter(spec: GraphSpec) -> GraphSpec:
+    """`spec` with somebody in the place of `painter`, which no profile has."""
+    stages = tuple(
+        msgspec.structs.replace(stage, actor=Painter, settings={}) if stage.name == "painter" else stage
+        for stage in spec.stages
+    )
+    absent = {name: reason for name, reason in spec.absent.items() if name != "painter"}
+    return msgspec.structs.replace(spec, stages=stages, absent=absent)
+
+
+class Painter(PainterRole):
+    """Stands where an image would be made: tells how many hidden states there were."""
+
+    async def run(self, hidden: Stream[HiddenStates], ctx: Context) -> Picture:
+        return Picture(str([len(each.rows) async for each in hidden]).encode())
+
+
 @pytest.mark.anyio
 async def test_another_checkpoint_of_the_kind_is_served(tmp_path: Path) -> None:
     """Of another seed, with more layers and experts than that of `tiny`."""
@@ -132,9 +156,13 @@ async def test_another_checkpoint_of_the_kind_is_served(tmp_path: Path) -> None:
     assert f"profile tiny ({tmp_path} is such a checkpoint" in chosen.why
     asked = Chat((ChatMessage("user", (TextPart("Who is there?"),)),))
     config = RuntimeConfig(start_timeout_s=100.0)
-    async with Runtime(plan(chosen.spec, INLINE, config), config) as runtime:
-        reply = await runtime.submit("chat", asked, options=Options(seed=1, max_tokens=6, temperature=0))
-        given = await reply.collect()
+    options = Options(seed=1, max_tokens=6, temperature=0)
+    async with Runtime(plan(with_painter(chosen.spec), INLINE, config), config) as runtime:
+        spoken = await runtime.submit("chat", asked, outputs=["text", "audio", "usage"], options=options)
+        given = await spoken.collect()
+        pictured = await (await runtime.submit("chat", asked, outputs=["image"], options=options)).collect()
+    num_inputs = given["usage"].prompt_tokens + 6 - 1
+    assert sum(json.loads(pictured["image"].data)) == num_inputs
     assert given["usage"].completion_tokens == 6
     assert "".join(delta.text for delta in given["text"]).split()
     assert sum(len(chunk.samples) for chunk in given["audio"]) > 4410

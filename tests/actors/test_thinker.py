@@ -23,7 +23,7 @@ from omniflow.errors import (
     UnsupportedError,
     WeightsError,
 )
-from omniflow.media import Generated, TokenPrompt, Tokens, Tool
+from omniflow.media import Generated, HiddenStates, TokenPrompt, Tokens, Tool
 from tests.doubles import ListEmit, context
 from tests.engine.tiny import BYTES_END, CONTEXT, HIDDEN, VOCAB, byte_llama, byte_tokenizer, prompt, tiny_llama
 
@@ -70,10 +70,30 @@ async def started(folder: Path, **settings: object) -> AsyncIterator[Thinker]:
         await thinker.close()
 
 
+UNREAD: ListEmit[HiddenStates] = ListEmit(wanted=False)
+"""Hidden states that nobody reads."""
+
+
 async def think(thinker: Thinker, ids: list[int], **options: object) -> tuple[list[int], Generated]:
     emit: ListEmit[Tokens] = ListEmit()
-    generated = await thinker.run(TokenPrompt(ids), emit, context(**options))
+    generated = await thinker.run(TokenPrompt(ids), emit, UNREAD, context(**options))
     return [id for tokens in emit.items for id in tokens.ids], generated
+
+
+async def test_who_reads_hidden_states_gets_those_of_all_inputs(folder: Path) -> None:
+    options = {"temperature": 1.0, "seed": 11, "max_tokens": 5}
+    hidden: ListEmit[HiddenStates] = ListEmit()
+    async with started(folder) as thinker:
+        emit: ListEmit[Tokens] = ListEmit()
+        await thinker.run(TokenPrompt(prompt(7)), emit, hidden, context(**options))
+        tokens = [id for each in emit.items for id in each.ids]
+        assert tokens == (await think(thinker, prompt(7), **options))[0]
+        again: ListEmit[HiddenStates] = ListEmit()
+        whole = [*prompt(7), *tokens[:-1]]
+        await thinker.run(TokenPrompt(whole), ListEmit(), again, context(max_tokens=1))
+    rows = np.concatenate([each.rows for each in hidden.items])
+    assert rows.shape == (7 + 5 - 1, HIDDEN) and rows.dtype == np.float32
+    np.testing.assert_allclose(rows, np.concatenate([each.rows for each in again.items]), atol=1e-5)
 
 
 @pytest.mark.parametrize("tp", [3, 8])
@@ -91,7 +111,7 @@ async def test_tokens_come_one_by_one_and_the_end_says_how_many(folder: Path) ->
     emit: ListEmit[Tokens] = ListEmit()
     async with started(folder) as thinker:
         generated = await thinker.run(
-            TokenPrompt(prompt(7), audio_tokens=3), emit, context(max_tokens=5, temperature=0.0)
+            TokenPrompt(prompt(7), audio_tokens=3), emit, UNREAD, context(max_tokens=5, temperature=0.0)
         )
     assert [len(tokens.ids) for tokens in emit.items] == [1] * 5
     assert generated == Generated("length", 7, 5, audio_tokens=3)
@@ -117,7 +137,7 @@ async def test_a_seed_gives_the_same_tokens_in_company(folder: Path) -> None:
         async def other(number: int) -> None:
             emit: ListEmit[Tokens] = ListEmit()
             ctx = context(temperature=1.0, max_tokens=20)
-            await thinker.run(TokenPrompt(prompt(number + 1)), emit, ctx)
+            await thinker.run(TokenPrompt(prompt(number + 1)), emit, UNREAD, ctx)
 
         async def same() -> None:
             together.extend((await think(thinker, prompt(9), **options))[0])
@@ -146,8 +166,8 @@ async def test_rows_take_the_place_of_tokens(folder: Path) -> None:
     rows.flags.writeable = False
     emits: list[ListEmit[Tokens]] = [ListEmit(), ListEmit()]
     async with started(folder, temperature=0.0) as thinker:
-        await thinker.run(TokenPrompt(prompt(7)), emits[0], context(max_tokens=8))
-        await thinker.run(TokenPrompt(prompt(7), rows, (1, 6)), emits[1], context(max_tokens=8))
+        await thinker.run(TokenPrompt(prompt(7)), emits[0], UNREAD, context(max_tokens=8))
+        await thinker.run(TokenPrompt(prompt(7), rows, (1, 6)), emits[1], UNREAD, context(max_tokens=8))
     assert emits[0].items != emits[1].items
 
 
@@ -185,7 +205,7 @@ async def test_bad_options_name_the_field_and_what_would_pass(
 async def test_logprobs_come_with_their_tokens(folder: Path) -> None:
     emit: ListEmit[Tokens] = ListEmit()
     async with started(folder, temperature=0.0) as thinker:
-        await thinker.run(TokenPrompt(prompt(7)), emit, context(max_tokens=4, top_logprobs=3))
+        await thinker.run(TokenPrompt(prompt(7)), emit, UNREAD, context(max_tokens=4, top_logprobs=3))
     for tokens in emit.items:
         (found,) = tokens.logprobs
         assert (found.id,) == tokens.ids
@@ -269,7 +289,7 @@ async def test_refusals_of_the_engine_end_the_request_only(folder: Path) -> None
             nonlocal refused
             ctx = context(max_tokens=30)
             try:
-                await thinker.run(TokenPrompt(prompt(3)), ListEmit(), ctx)
+                await thinker.run(TokenPrompt(prompt(3)), ListEmit(), UNREAD, ctx)
             except OverloadedError:
                 refused += 1
 
@@ -290,10 +310,10 @@ async def test_a_cancelled_run_leaves_the_batch(folder: Path) -> None:
         thinker._defaults = msgspec.structs.replace(thinker._defaults, stop_token_ids=frozenset())
         emit: ListEmit[Tokens] = ListEmit()
         with anyio.move_on_after(0.02) as scope:
-            await thinker.run(TokenPrompt(prompt(3)), emit, context(max_tokens=250, temperature=5.0))
+            await thinker.run(TokenPrompt(prompt(3)), emit, UNREAD, context(max_tokens=250, temperature=5.0))
         assert scope.cancelled_caught
         ctx = context(max_tokens=1)
-        await thinker.run(TokenPrompt(prompt(3)), ListEmit(), ctx)
+        await thinker.run(TokenPrompt(prompt(3)), ListEmit(), UNREAD, ctx)
         assert thinker._loop.stats.num_running == 0
 
 
@@ -302,7 +322,9 @@ async def test_a_cancelled_run_with_a_grammar_leaves_the_batch(byte_folder: Path
     emit: ListEmit[Tokens] = ListEmit()
     async with started(byte_folder) as thinker:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(thinker.run, TokenPrompt(prompt(3)), emit, context(json_schema=schema, max_tokens=250))
+            tasks.start_soon(
+                thinker.run, TokenPrompt(prompt(3)), emit, UNREAD, context(json_schema=schema, max_tokens=250)
+            )
             with anyio.fail_after(5):
                 while not emit.items:
                     await anyio.sleep(0.001)

@@ -73,7 +73,7 @@ async def thinker(folder: Path) -> AsyncIterator[MingThinker]:
 
 async def think(thinker: MingThinker, prompt: TokenPrompt, **options: object) -> tuple[list[int], Generated]:
     emit: ListEmit[Tokens] = ListEmit()
-    generated = await thinker.run(prompt, emit, context(**options))
+    generated = await thinker.run(prompt, emit, ListEmit(wanted=False), context(**options))
     return [id for tokens in emit.items for id in tokens.ids], generated
 
 
