@@ -315,7 +315,7 @@ class Supervisor:
                     self._kill(child)
 
     async def _kill_if_it_stays(self, child: Child, process: Any) -> None:
-        """A host that has failed ends itself, unless closing its actors hangs."""
+        """A host that has failed, or that a follower has left, ends itself, unless closing its actors hangs."""
         await anyio.sleep(_KILL_AFTER_S)
         if child.process is process:
             self._kill(child)
@@ -358,13 +358,17 @@ class Supervisor:
         code, said = follower.process.exitcode, follower.last_words()
         _forget(follower.process)
         os.close(follower.pidfd)
-        # One that ends well has heard that the first rank ends; what that says of it is still to come.
-        if code != 0 and child.link is not None and not self._stopping:
-            self._kill(child)
-            _hear_out(child.link)
-            child.failure = said
-            self._lose(child, said.message if said else f"rank {follower.rank}: {_why(code)}")
         _say_gone(child)
+        if child.link is None or self._stopping or self._tasks is None:
+            return
+        if code == 0:
+            # It has heard that the first rank ends; what that says of it is still to come.
+            self._tasks.start_soon(self._kill_if_it_stays, child, child.process)
+            return
+        self._kill(child)
+        _hear_out(child.link)
+        child.failure = said
+        self._lose(child, said.message if said else f"rank {follower.rank}: {_why(code)}")
 
     def _lose(self, child: Child, reason: str) -> None:
         """What it ran is lost; its processes are dead or about to be."""

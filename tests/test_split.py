@@ -9,6 +9,7 @@ import anyio
 import multiprocess.resource_tracker
 import pytest
 
+from omniflow import supervisor
 from omniflow.errors import StageDiedError, StartError
 from omniflow.planner import Cluster, Gpu
 from omniflow.runtime import Runtime
@@ -85,6 +86,12 @@ async def test_what_a_rank_dies_of_is_said() -> None:
         await died(runtime, Song("1 dies", holds_s=30), "rank 1: exit code 7")
         await up_again(runtime)
         assert await sung(runtime) == ["la"]
+
+
+async def test_a_first_rank_that_the_others_have_left_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_KILL_AFTER_S", 0.05)
+    async with running(choir.build(), MACHINE) as runtime:
+        await died(runtime, Song("1 leaves", holds_s=30), "killed by SIGKILL")
 
 
 @pytest.mark.parametrize(("rank", "said"), [(0, "it has no voice"), (1, "rank 1: it has no voice")])

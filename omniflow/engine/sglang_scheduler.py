@@ -13,6 +13,7 @@ import re
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -409,8 +410,8 @@ def build(kind: type[S], settings: dict[str, Any], ranks: Ranks = ALONE) -> S:
     with contextlib.ExitStack() as stack:
         stack.callback(close)
         server_args = ServerArgs(**settings, tp_size=ranks.size)
-        if ranks.size > 1:
-            meet(ranks, "nccl" if server_args.device == "cuda" else "gloo")
+        # SGLang would choose a port that is free, and another process could take it before it listens.
+        meet(ranks, "nccl" if server_args.device == "cuda" else "gloo")
         scheduler = _construct(kind, server_args, ranks.rank)
         scheduler.begin()
         wanted = settings["max_total_tokens"]
@@ -476,16 +477,25 @@ def close() -> None:
 def _construct(kind: type[S], server_args: ServerArgs, rank: int) -> S:
     gpu: int = server_args.base_gpu_id + rank
     if _version() < _RANKS_IN_CONTEXT:
-        ports = PortArgs.init_new(server_args)
+        ports = _ports(server_args)
         publish(server_args, role="scheduler")
         ranks = {"tp_rank": rank, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None}
         return kind(server_args, ports, gpu_id=gpu, **ranks)
     from sglang.srt.runtime_context import SpawnRanks
 
     server_args.resolve_once()
-    ports = PortArgs.init_new(server_args)
+    ports = _ports(server_args)
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=gpu))
     return kind(server_args, ports)
+
+
+def _ports(server_args: ServerArgs) -> PortArgs:
+    """The names of SGLang's sockets. It keeps them with empty files that stay; nobody here opens such a socket."""
+    ports = PortArgs.init_new(server_args)
+    for name in vars(ports).values():
+        if isinstance(name, str) and name.startswith("ipc://"):
+            Path(name.removeprefix("ipc://")).unlink(missing_ok=True)
+    return ports
 
 
 def _version() -> tuple[int, ...]:

@@ -47,11 +47,13 @@ class Singer(Actor):
                 os._exit(7)
             if heard == f"{self.ranks.rank} fails":
                 raise StartError("it has lost its voice")
-            if heard == "end":
+            if heard in ("end", f"{self.ranks.rank} leaves"):
                 return
 
     async def setup(self) -> None:
         self._begin()
+        if self.fails_in > 0:
+            await anyio.sleep_forever()  # as one that waits for the others
 
     def _begin(self) -> None:
         assert self.ranks.size == RANKS
