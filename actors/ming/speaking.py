@@ -77,7 +77,7 @@ class MingTalker(TalkerRole):
         self._weights = resolve(model, PACKAGED)
         self._device = torch_device(device)
         self._threads = threads
-        self._limits = {"max_running": max_running, "max_waiting": max_waiting, "kv_tokens": kv_tokens}
+        self._max_running, self._max_waiting, self._kv_tokens = max_running, max_waiting, kv_tokens
         self._temperature = temperature
         self._dtype = ("float32" if self._device == "cpu" else "bfloat16") if dtype == "auto" else dtype
         self._normalise = normalise
@@ -173,9 +173,9 @@ class MingTalker(TalkerRole):
         weights = read_folder(Folders.of(folder).talker)
         dtype = torch.float32 if self._dtype == "float32" else torch.bfloat16
         model = load_talker(Talker.load(folder), weights, self._device, dtype)
+        limits = {"max_running": self._max_running, "max_waiting": self._max_waiting, "kv_tokens": self._kv_tokens}
         if self._device == "cpu":
             pack_linears(model)
-            return FlowEngine(model, guidance=GUIDANCE, sigma=SIGMA, **self._limits)
-        slots = self._limits["max_running"]
-        slotted = SlottedFlow(model, slots=slots, positions=self._limits["kv_tokens"] // slots)
-        return FlowEngine(slotted, guidance=GUIDANCE, sigma=SIGMA, **self._limits)
+            return FlowEngine(model, guidance=GUIDANCE, sigma=SIGMA, overlap=False, **limits)
+        slotted = SlottedFlow(model, slots=self._max_running, positions=self._kv_tokens // self._max_running)
+        return FlowEngine(slotted, guidance=GUIDANCE, sigma=SIGMA, overlap=True, **limits)

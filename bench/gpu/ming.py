@@ -105,11 +105,22 @@ class Steps:
         self.step([self.prompt] * count).latents.cpu()
         return time.perf_counter() - began
 
-    def step(self, inputs: list[torch.Tensor]) -> Any:
+    def step(self, inputs: list[torch.Tensor], noise: torch.Tensor | None = None) -> Any:
         count = len(self.streams)
-        noise = torch.randn(count, *self.runner.head.noise_shape)
+        noise = torch.randn(count, *self.runner.head.noise_shape) if noise is None else noise
         knobs = FlowKnobs(torch.full((count,), 2.0), torch.zeros(count))
         return self.runner.step(self.streams, inputs, noise, knobs)
+
+    def company(self, count: int) -> list[float]:
+        """How far the latents of a stream's steps are from what they are alone, among `count`."""
+        noises = torch.randn(4, count, *self.runner.head.noise_shape)
+        found = []
+        for number in (1, count):
+            for stream in self.streams:
+                self.runner.end(stream)
+            self.streams = [self.runner.init() for _ in range(number)]
+            found.append([self.step([self.prompt] * number, each[:number]).latents[0].cpu() for each in noises])
+        return [apart(many.numpy(), alone.numpy()) for alone, many in zip(*found, strict=True)]
 
 
 def floor_of(model: TalkerModel, streams: int, facts: dict[str, Any]) -> dict[str, float]:
@@ -154,7 +165,8 @@ def measure_steps(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
         row = {"join_ms": join_ms, "gpu_ms": gpu_ms, "wall_ms": wall_ms, **floor}
         row["audio_s_per_s"] = count * STEP_S / (wall_ms / 1e3)
         found["streams"][count] = row
-        print(count, {name: round(value, 3) for name, value in row.items()}, flush=True)
+        row["alone_apart"] = max(steps.company(count))
+        print(count, {name: round(value, 4) for name, value in row.items()}, flush=True)
         if arguments.profile and count in (1, 16):
             profile(lambda inputs=inputs: steps.step(inputs).latents.cpu())
     return found

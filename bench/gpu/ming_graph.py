@@ -97,9 +97,9 @@ def _random(shapes: Shapes, generator: torch.Generator) -> dict[str, torch.Tenso
 
 def _tokenizer() -> Tokenizer:
     """A token each word and mark, as many as a real one takes, about."""
-    marks = ["<|im_start|>", "<|im_end|>", "<audio>"]
+    marks = ["<|im_start|>", "<|im_end|>", "<audio>", "<|vision_start|>", "<|vision_pad|>", "<|vision_end|>"]
     words = itertools.chain.from_iterable(
-        re.findall(r"\w+|[^\w\s]+", each) for each in (*TEXTS, *script.BEFORE, *script.AFTER, "Ready.")
+        re.findall(r"\w+|[^\w\s]+", each) for each in (*TEXTS, *script.BEFORE, *script.AFTER, *script.SPEAKER, "Ready.")
     )
     vocab = {word: id for id, word in enumerate(dict.fromkeys(["<unk>", *marks, *words]))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))

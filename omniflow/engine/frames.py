@@ -288,7 +288,10 @@ def embedded(request: EngineRequest, embedding: nn.Embedding) -> torch.Tensor:
     num_rows = 0 if request.embeds is None else len(request.embeds)
     if num_rows != len(request.positions) or any(not 0 <= at < len(ids) for at in request.positions):
         raise ProtocolError(f"{num_rows} embeddings do not fit positions of the prompt", request_id=request.id)
-    inputs: torch.Tensor = embedding(torch.tensor(ids, dtype=torch.int64, device=embedding.weight.device)).detach()
+    wanted, device = torch.tensor(ids, dtype=torch.int64), embedding.weight.device
+    if device.type == "cuda":
+        wanted = wanted.pin_memory()  # else the copy would wait for the step that the GPU is at
+    inputs: torch.Tensor = embedding(wanted.to(device, non_blocking=True)).detach()
     if request.embeds is not None:
         _check_rows(request.id, request.embeds, embedding.embedding_dim)
         inputs[list(request.positions)] = request.embeds.to(inputs)

@@ -24,14 +24,12 @@ def add_norm(
 def attend_turned(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
     """See `fused.attend_turned`."""
     batch, length, width = qkv.shape
-    hidden, half = width // 3, width // 6 // heads
-    qkv = qkv.contiguous()
-    out = qkv.new_empty(batch, length, hidden)
-    rows = max(16, triton.next_power_of_2(length))  # a product of tiles has 16 rows at least
-    sizes = (rows, half, max(16, triton.next_power_of_2(half)))
-    _attend_turned[(batch, heads)](
-        qkv, cos, sin, out, length, hidden, (2 * half) ** -0.5, *sizes, _precision(qkv.dtype)
-    )
+    hidden = width // 3
+    dim = hidden // heads
+    qkv, out = qkv.contiguous(), qkv.new_empty(batch, length, hidden)
+    # A product of tiles has 16 rows at least.
+    sizes = (max(16, triton.next_power_of_2(length)), dim, max(16, triton.next_power_of_2(dim)))
+    _attend_turned[(batch, heads)](qkv, cos, sin, out, length, hidden, dim**-0.5, *sizes, _precision(qkv.dtype))
     return out
 
 
@@ -130,31 +128,37 @@ def _attend_turned(
     hidden: tl.tensor,
     scale: tl.tensor,
     ROWS: tl.constexpr,
-    HALF: tl.constexpr,
+    DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One head of one batch row. Neighbouring features are loaded as two halves, whose products add up."""
+    """One head of one batch row, all in registers. Whole rows are loaded: single features take four times as long."""
     batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kind = out.dtype.element_ty
-    rows, pairs = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    inside = (rows < length)[:, None] & (pairs < HALF)[None, :]
-    turns = rows[:, None] * (2 * HALF) + 2 * pairs[None, :]
-    c, s = tl.load(cos + turns, inside, 0).to(tl.float32), tl.load(sin + turns, inside, 0).to(tl.float32)
-    query = qkv + batch * length * 3 * hidden + head * (2 * HALF) + rows[:, None] * (3 * hidden) + 2 * pairs[None, :]
-    key = query + hidden
-    q0, q1 = tl.load(query, inside, 0).to(tl.float32), tl.load(query + 1, inside, 0).to(tl.float32)
-    k0, k1 = tl.load(key, inside, 0).to(tl.float32), tl.load(key + 1, inside, 0).to(tl.float32)
-    scores = tl.dot((q0 * c - q1 * s).to(kind), tl.trans((k0 * c - k1 * s).to(kind)), input_precision=PRECISION)
-    scores += tl.dot((q1 * c + q0 * s).to(kind), tl.trans((k1 * c + k0 * s).to(kind)), input_precision=PRECISION)
+    rows, features = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    inside = (rows < length)[:, None] & (features < DIM)[None, :]
+    turns = rows[:, None] * DIM + features[None, :]
+    c, _ = tl.split(tl.reshape(tl.load(cos + turns, inside, 0).to(tl.float32), (ROWS, WIDTH // 2, 2)))
+    s, _ = tl.split(tl.reshape(tl.load(sin + turns, inside, 0).to(tl.float32), (ROWS, WIDTH // 2, 2)))
+    at = qkv + batch * length * 3 * hidden + head * DIM + rows[:, None] * (3 * hidden) + features[None, :]
+    query = _turned(tl.load(at, inside, 0), c, s, ROWS, WIDTH)
+    key = _turned(tl.load(at + hidden, inside, 0), c, s, ROWS, WIDTH)
+    value = tl.load(at + 2 * hidden, inside, 0)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     scores = tl.where((rows < length)[None, :], scores * scale, float("-inf"))
     scores = tl.exp(scores - tl.max(scores, 1)[:, None])
     shares = (scores / tl.sum(scores, 1)[:, None]).to(kind)
-    value = key + hidden
-    v0, v1 = tl.load(value, inside, 0), tl.load(value + 1, inside, 0)
-    at = out + batch * length * hidden + head * (2 * HALF) + rows[:, None] * hidden + 2 * pairs[None, :]
-    tl.store(at, tl.dot(shares, v0, input_precision=PRECISION).to(kind), inside)
-    tl.store(at + 1, tl.dot(shares, v1, input_precision=PRECISION).to(kind), inside)
+    attended = tl.dot(shares, value, input_precision=PRECISION).to(kind)
+    to = out + batch * length * hidden + head * DIM + rows[:, None] * hidden + features[None, :]
+    tl.store(to, attended, inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turned(x: tl.tensor, c: tl.tensor, s: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """Neighbouring features turned by the angles of `c` and `s` [ROWS, WIDTH / 2]."""
+    x0, x1 = tl.split(tl.reshape(x.to(tl.float32), (ROWS, WIDTH // 2, 2)))
+    turned = tl.join((x0 * c - x1 * s).to(x.dtype), (x1 * c + x0 * s).to(x.dtype))
+    return tl.reshape(turned, (ROWS, WIDTH))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,10 +34,12 @@ def knobs(rows: list[int]) -> FlowKnobs:
     return FlowKnobs(torch.tensor([2.0 + 0.1 * row for row in rows]), torch.tensor([0.1 * row for row in rows]))
 
 
-def served(model: TalkerModel, slots: int) -> dict[str, torch.Tensor]:
+def served(model: TalkerModel, slots: int, overlap: bool = False) -> dict[str, torch.Tensor]:
     """Seven requests, some at once and some later, of which one is dropped."""
-    runner = SlottedFlow(model, slots=slots, positions=128) if slots else model
-    engine = FlowEngine(runner, guidance=2.0, sigma=0.25, max_running=slots or 4, kv_tokens=2048)
+    runner: Any = SlottedFlow(model, slots=slots, positions=128) if slots else model
+    engine: FlowEngine[Any] = FlowEngine(
+        runner, guidance=2.0, sigma=0.25, max_running=slots or 4, kv_tokens=2048, overlap=overlap
+    )
     outputs: list[EngineOutput] = []
     for number, ids in enumerate(PROMPTS):
         engine.start(asked(str(number), ids, steps=2 + (3 * number) % 7, seed=number))
@@ -49,10 +53,23 @@ def served(model: TalkerModel, slots: int) -> dict[str, torch.Tensor]:
 
 
 def test_streams_in_slots_are_the_plain_ones_however_they_come_and_go(model: TalkerModel) -> None:
-    plain, slotted = served(model, 0), served(model, 4)
+    plain, slotted, overlapped = served(model, 0), served(model, 4), served(model, 4, overlap=True)
     for id, latents in plain.items():
         assert latents.abs().max() > 0.1
         assert (slotted[id] - latents).abs().max() <= 1e-5
+        assert (overlapped[id] - latents).abs().max() <= 1e-5
+
+
+def test_with_overlap_a_step_is_told_once_the_next_has_begun(model: TalkerModel) -> None:
+    engine = FlowEngine(model, guidance=2.0, sigma=0.25, overlap=True)
+    engine.start(asked("a", steps=2))
+    engine.start(asked("b", steps=3))
+    told = []
+    while engine.has_work():
+        told.append([(each.id, each.finish_reason) for each in engine.step()])
+        if len(told) == 2:
+            engine.abort("b")
+    assert told == [[], [("a", None), ("b", None)], [("a", "length"), ("b", None), ("b", "abort")]]
 
 
 def test_all_that_a_step_gives_is_in_the_order_of_its_streams(model: TalkerModel) -> None:
