@@ -142,6 +142,7 @@ def floor_of(model: TalkerModel, streams: int, facts: dict[str, Any]) -> dict[st
 
 def measure_steps(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     facts = gpu_facts()
+    torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     model = talker_of(folder, arguments.dtype)
     loaded_s = time.perf_counter() - began
