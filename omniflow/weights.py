@@ -369,8 +369,17 @@ class HubWeights(msgspec.Struct, frozen=True):
         return State(self.name, self.name, "present", path, sum(_sizes(path).values()))
 
     def file(self, name: str) -> Path:
-        """One file of the snapshot, brought here if it is not. Raises WeightsError."""
-        return self._asking(False, lambda hub: hub.hf_hub_download(self.repo, name, revision=self.revision))
+        """One file of the snapshot, as it lies here, else as the hub has it. Raises WeightsError."""
+        try:
+            return self._file(name, local_files_only=True)  # the hub itself is asked for 24 s where it is out of reach
+        except WeightsError:
+            return self._file(name, local_files_only=False)
+
+    def _file(self, name: str, local_files_only: bool) -> Path:
+        return self._asking(
+            local_files_only,
+            lambda hub: hub.hf_hub_download(self.repo, name, revision=self.revision, local_files_only=local_files_only),
+        )
 
     def _snapshot(self, local_files_only: bool) -> Path:
         return self._asking(

@@ -563,6 +563,12 @@ def test_one_file_of_a_folder(tmp_path: Path) -> None:
         read_file(str(tmp_path), "folder")
 
 
+def test_one_file_of_the_hub_that_lies_here_needs_no_network(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert read_file("hf:owner/repo", "config.json") == b"{}"
+
+
 def test_one_file_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
