@@ -118,3 +118,13 @@ def test_what_does_not_fit_a_slot_is_refused(model: TalkerModel) -> None:
         runner.step([stream], [row], noise_of(model, [1], 0), knobs([0]))
     with pytest.raises(ProtocolError, match="2 streams step, 1 have slots, and 1 are to join"):
         runner.step([stream, runner.init()], [row] * 2, noise_of(model, [1, 2], 0), knobs([0, 1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs_on_a_gpu_are_the_plain_steps_of_a_cpu(model: TalkerModel) -> None:
+    on_gpu = load_talker(CONFIG, weights(), "cuda")
+    on_gpu.head.stop.load_state_dict(model.head.stop.state_dict())
+    plain, captured = served(model, 0), served(on_gpu, 4, overlap=True)
+    for id, latents in plain.items():
+        assert (captured[id] - latents).abs().max() <= 1e-4

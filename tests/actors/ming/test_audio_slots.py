@@ -18,8 +18,8 @@ LATENTS = expected()["vae.latents"].numpy()
 WHOLE = load_audio_vae(VAE, weights())
 
 
-def slots_of(ratio: int = 4, *, slots: int = 3, positions: int = 512) -> AudioSlots:
-    decoder = load_audio_vae(msgspec.structs.replace(VAE, patch_size=ratio), weights())
+def slots_of(ratio: int = 4, *, slots: int = 3, positions: int = 512, device: str = "cpu") -> AudioSlots:
+    decoder = load_audio_vae(msgspec.structs.replace(VAE, patch_size=ratio), weights(), device)
     return AudioSlots(decoder, slots=slots, positions=positions, dtype=torch.float32)
 
 
@@ -99,3 +99,9 @@ def test_a_stream_and_the_slots_have_an_end() -> None:
     roomy.end(state)
     roomy.end(state)
     roomy.init()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphs_on_a_gpu_sound_as_a_cpu_does() -> None:
+    check(slots_of(device="cuda"), LATENTS, whole(LATENTS), [4, 1, 0, 9, 4])
