@@ -1,10 +1,11 @@
 """A graph over several GPUs and on one: `python -m bench.gpu.two_gpus --model FOLDER --vocoder FOLDER`.
 
-    thinker (SGLang) ~> detokenize ~> segment ~> talker (SGLang, the tiny talker) ~> vocoder (CPU)
+    thinker (SGLang) ~> detokenize ~> segment ~> talker (SGLang, the tiny talker) ~> vocoders (CPU)
 
-The thinker is on the first GPU, talkers on the others in turn: with N GPUs there are N - 1 talkers, and clients take
-turns at them. Said are the plan, what each GPU holds, the first text and first sound of a client, and how much is said
-in all, for 1, 4 and 16 clients at once. The dictionary is not needed here: the talker reads text letter by letter.
+The thinker is on the first GPU, a talker on each of the others: with N GPUs there are N - 1 talkers. A vocoder takes a
+core and makes 10 s of sound a second, so each talker has some; clients take turns. Said are the plan, what each GPU
+holds, the first text and first sound of a client, and how much is said in all, for 1, 4 and 16 clients at once. The
+dictionary is not needed here: the talker reads text letter by letter.
 """
 
 from __future__ import annotations
@@ -82,11 +83,12 @@ def build(arguments: argparse.Namespace, talkers: list[str]) -> Graph:
             memory=Budget(weights="100 MB", workspace="2.9 GB"),
             engine="sglang" if arguments.device == "gpu" else "reference",
         )
-        vocoder = graph.stage(f"vocoder{number}", PiperVocoder, model=arguments.vocoder)
         graph.stream(detokenize["text"], segment, bound=64)
         graph.stream(segment, talker, bound=8)
-        graph.stream(talker, vocoder, bound=8)
-        graph.output(**{f"audio{number}": vocoder})
+        for core in range(arguments.vocoders):
+            vocoder = graph.stage(f"vocoder{number}_{core}", PiperVocoder, model=arguments.vocoder)
+            graph.stream(talker, vocoder, bound=8)
+            graph.output(**{f"audio{core}_{number}": vocoder})
     graph.input(chat=thinker)
     return graph
 
@@ -152,7 +154,7 @@ async def measure(arguments: argparse.Namespace, talkers: list[str]) -> dict[str
     planned = plan(build(arguments, talkers).spec(), this_machine(), config)
     found: dict[str, Any] = {
         "hosts": {host.name: [*host.devices, f"{host.device_bytes / 1e9:.2f} GB"] for host in planned.hosts},
-        "edges": {f"{edge.source}>{edge.target}": edge.transport for edge in planned.edges},
+        "edges": sorted({f"{edge.source}>{edge.target}: {edge.transport}" for edge in planned.edges}),
     }
     began = time.perf_counter()
     async with Runtime(planned, config) as runtime:
@@ -173,6 +175,7 @@ def main() -> None:
     parser.add_argument("--device", default="gpu", choices=["gpu", "cpu"])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vocoders", type=int, default=8, help="of each talker")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     num_gpus = len(this_machine().gpus)
