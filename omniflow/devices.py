@@ -12,7 +12,7 @@ from omniflow.planner.plan import PlannedEdge, PlannedHost
 from omniflow.topology import Stage
 from omniflow.transport.cuda_driver import map_memory, take_memory
 from omniflow.transport.cuda_ipc import CudaIpcLane, DevicePool
-from omniflow.transport.lane import Lane
+from omniflow.transport.lane import Lane, LanePort
 from omniflow.transport.nccl import NcclLane
 
 _PEER_S = 30.0
@@ -84,6 +84,7 @@ class Lanes:
         self._limit_bytes = gpus.pool_bytes
         self._lanes: dict[str, Lane] = {}
         self._made = anyio.Event()
+        self._may_open = anyio.Event()
 
     def to(self, peer: str) -> Lane | None:
         """The lane of a new link to `peer`; None where no edge between the two needs one."""
@@ -102,10 +103,18 @@ class Lanes:
         self._made = anyio.Event()
         return lane
 
+    async def serve(self, lane: Lane, link: LanePort) -> None:
+        """Serve the lane of a link from when `settled` is asked for, which is when the host's actors are set up: CUDA
+        graphs that they capture allow no other work of the process on the GPU meanwhile.
+        """
+        await self._may_open.wait()
+        await lane.serve(link)
+
     async def settled(self) -> None:
         """Returns once it is known how tensors go to and from each peer: a host is not ready before, because until
         then they would go through the host. Peers that do not come up are not waited for any longer than they may take.
         """
+        self._may_open.set()
         with anyio.move_on_after(_PEER_S):
             while len(self._lanes) < len(self._between):
                 await self._made.wait()

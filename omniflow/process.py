@@ -100,7 +100,7 @@ async def _serve(spec: HostSpec, connection: socket.socket, ranks: Ranks) -> boo
         lane = lanes.to(peer)
         link = ArrowShmLink(peer, host, socket.socket(fileno=descriptor), memory, types, lane=lane, home=home)
         if lane is not None:
-            tasks.start_soon(lane.serve, link)
+            tasks.start_soon(lanes.serve, lane, link)
         return link
 
     front = ArrowShmLink(FRONT, host, connection, memory, types, home=home)

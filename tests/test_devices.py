@@ -124,6 +124,26 @@ async def test_a_host_waits_until_it_is_known_how_its_tensors_travel(monkeypatch
     await lanes_of(planned(device_pool_bytes=0), "second").settled()
 
 
+async def test_lanes_open_once_the_actors_are_set_up() -> None:
+    lanes = lanes_of(planned(), "second")
+    served: list[object] = []
+
+    class Served(NcclLane):
+        async def serve(self, port: object) -> None:
+            served.append(port)
+
+    lane = Served("gloo", 100, sends=True, receives=False)
+    port: Any = object()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lanes.serve, lane, port)
+        await anyio.wait_all_tasks_blocked()
+        assert served == []
+        tasks.start_soon(lanes.settled)
+        await anyio.wait_all_tasks_blocked()
+        assert served == [port]
+        tasks.cancel_scope.cancel()
+
+
 def test_nothing_is_held_where_no_budget_or_no_torch_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(devices.sys.modules, "torch", None)  # importing it would fail
     cap_memory(Gpus((), 2**30), planned().graph.stages)
