@@ -18,7 +18,8 @@ import signal
 import socket
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import anyio
 import anyio.abc
@@ -78,21 +79,22 @@ class SupervisorEvents(Protocol):
         """A host is given up: it cannot start, or has died too often, or its strategy is to stop."""
 
 
-class Follower(NamedTuple):
-    """A process of a host beside the one that runs it."""
+class Follower:
+    """A process of a host beside the one that runs it. In `words` it says what it has failed of, before it ends."""
 
-    rank: int
-    process: Any
-    pidfd: int
-    words: Connection
-    """Where it says what it has failed of, before it ends."""
+    def __init__(self, rank: int, process: Any, pidfd: int, words: Connection) -> None:
+        self.rank = rank
+        self.process = process
+        self.pidfd = pidfd
+        self.words = words
+        self.said: HostFailed | None = None
 
-    def last_words(self) -> HostFailed | None:
-        """What it has said, if anything; it is dead."""
+    def hear(self) -> None:
+        """Take its last words, if there are any; there is something to read, or it is dead."""
+        asyncio.get_running_loop().remove_reader(self.words.fileno())
         with contextlib.suppress(EOFError), self.words:
             said = msgspec.msgpack.decode(self.words.recv_bytes(), type=HostFailed)
-            return msgspec.structs.replace(said, message=f"rank {self.rank}: {said.message}")
-        return None
+            self.said = msgspec.structs.replace(said, message=f"rank {self.rank}: {said.message}")
 
 
 class Child:
@@ -221,6 +223,7 @@ class Supervisor:
         asyncio.get_running_loop().add_reader(pidfd, self._on_exit, child)
         for follower in followers:
             asyncio.get_running_loop().add_reader(follower.pidfd, self._on_follower_exit, child, follower)
+            asyncio.get_running_loop().add_reader(follower.words.fileno(), self._on_words, child, follower)
 
     def _start_followers(
         self, host: PlannedHost, pipes: _Pipes, unless_started: contextlib.ExitStack
@@ -345,33 +348,55 @@ class Supervisor:
             asyncio.get_running_loop().add_reader(child.process.sentinel, _forget, child.process)
         else:
             _forget(child.process)
-        self._kill(child)
         if child.link is not None:
             _hear_out(child.link)
             self._lose(child, child.failure.message if child.failure else _why(code))
         _say_gone(child)
 
+    def closed(self, host: str) -> None:
+        """The socket of a host has ended. One on a GPU is dead 0.2 s later, when the driver has freed what it had."""
+        child = self.children[host]
+        if child.link is None or child.pidfd is None or child.host.start_method != "spawn":
+            return
+        code = _ending(child.process.pid)
+        if code:
+            self._lose(child, child.failure.message if child.failure else _why(code))
+
+    def _on_words(self, child: Child, follower: Follower) -> None:
+        """It has said what it has failed of, or it is ending: as `closed` for a first rank."""
+        follower.hear()
+        code = _ending(follower.process.pid)
+        if code or follower.said:
+            self._lose_by(child, follower, code)
+
     def _on_follower_exit(self, child: Child, follower: Follower) -> None:
         """The kernel says that it is dead; its parent is this process, which knows how."""
         asyncio.get_running_loop().remove_reader(follower.pidfd)
         child.followers.remove(follower)
-        code, said = follower.process.exitcode, follower.last_words()
+        code = follower.process.exitcode
+        if not follower.words.closed:
+            follower.hear()
         _forget(follower.process)
         os.close(follower.pidfd)
         _say_gone(child)
-        if child.link is None or self._stopping or self._tasks is None:
-            return
-        if code == 0:
+        if code:
+            self._lose_by(child, follower, code)
+        elif child.link is not None and self._tasks is not None:
             # It has heard that the first rank ends; what that says of it is still to come.
             self._tasks.start_soon(self._kill_if_it_stays, child, child.process)
+
+    def _lose_by(self, child: Child, follower: Follower, code: int) -> None:
+        """A follower is dead or about to be, and with it the host."""
+        if child.link is None or self._stopping:
             return
-        self._kill(child)
         _hear_out(child.link)
-        child.failure = said
-        self._lose(child, said.message if said else f"rank {follower.rank}: {_why(code)}")
+        if child.link is not None:  # else what it said last was that it is ending, too
+            child.failure = follower.said
+            self._lose(child, follower.said.message if follower.said else f"rank {follower.rank}: {_why(code)}")
 
     def _lose(self, child: Child, reason: str) -> None:
-        """What it ran is lost; its processes are dead or about to be."""
+        """What it ran is lost; all of its processes are dead or about to be."""
+        self._kill(child)
         if child.link is not None:
             child.link.close()
             child.link = None
@@ -496,6 +521,15 @@ def _drop(follower: Follower) -> None:
     os.close(follower.pidfd)
     follower.words.close()
     _forget_soon(follower.process)
+
+
+def _ending(pid: int) -> int:
+    """With what code a process is ending that is not dead yet, as the kernel knows it; 0 where it is not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return os.waitstatus_to_exitcode(int(stat.split()[-1]))
 
 
 def _say_gone(child: Child) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 import signal
+from collections.abc import Callable
 
 import anyio
 import multiprocess.resource_tracker
@@ -13,6 +16,7 @@ from omniflow import supervisor
 from omniflow.errors import StageDiedError, StartError
 from omniflow.planner import Cluster, Gpu
 from omniflow.runtime import Runtime
+from omniflow.supervisor import Child, Follower, Supervisor
 
 from .chaos.scenes import gone_after, marked, program, up
 from .conftest import hosts_below
@@ -63,6 +67,42 @@ async def test_the_death_of_any_rank_is_the_death_of_the_stage(rank: int) -> Non
         assert not set(pids(runtime)) & set(before)
         assert await sung(runtime) == ["la"]
         assert runtime.status().stages[0].restarts == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_death_is_known_before_the_kernel_has_freed_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process on a GPU is dead 0.2 s after its sockets have ended."""
+    late: list[Callable[[], None]] = []
+    for name in ("_on_exit", "_on_follower_exit"):
+        monkeypatch.setattr(Supervisor, name, held(getattr(Supervisor, name), late))
+    async with running(choir.build(), MACHINE) as runtime:
+        reply = await runtime.submit("ask", Song(holds_s=30))
+        await anext(reply)
+        os.kill(pids(runtime)[rank], signal.SIGKILL)
+        with anyio.fail_after(5), pytest.raises(StageDiedError, match="killed by SIGKILL"):
+            await anext(reply)
+        with anyio.fail_after(5):
+            while len(late) < RANKS:
+                await anyio.sleep(0.001)
+        assert runtime._supervisor.children["sing"].restarts == 1
+        assert not runtime._supervisor.children["sing"].gone.is_set()
+        monkeypatch.undo()
+        for tell in late:
+            tell()
+        await up_again(runtime)
+        assert await sung(runtime) == ["la"]
+
+
+def held(tell: Callable[..., None], late: list[Callable[[], None]]) -> Callable[..., None]:
+    """`tell` for later: it is not told now that a process is dead."""
+
+    def hold(supervisor: Supervisor, child: Child, *follower: Follower) -> None:
+        pidfd = follower[0].pidfd if follower else child.pidfd
+        assert pidfd is not None
+        asyncio.get_running_loop().remove_reader(pidfd)
+        late.append(functools.partial(tell, supervisor, child, *follower))
+
+    return hold
 
 
 async def test_a_rank_that_is_stopped_cannot_hold_up_the_end_of_the_others() -> None:
