@@ -173,6 +173,8 @@ class Outbox:
             ids = req.output_ids if req.finished_len is None else req.output_ids[: req.finished_len]
             start, req.send_token_offset = req.send_token_offset, len(ids)
             finish = req.finished_reason.to_json() if req.finished_reason else None
+            if start == len(ids) and finish is None:
+                continue  # it was taken back while this batch ran: its token is not counted, and drawn anew
             logprobs = _logprobs(req, start, len(ids)) if req.return_logprob else []
             frames = None if self.frames is None else self.frames[place : place + 1]
             hidden = self.asides[req.rid].told()

@@ -49,20 +49,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(folder: Path) -> Iterator[SGLangEngine]:
     from actors.ming.thinker_sglang import load_sglang_thinker
 
-    engine = load_sglang_thinker(
-        folder, dtype="bfloat16", kv_tokens=4096, max_running=8, deterministic=True, chunked_prefill_size=64
-    )
+    engine = load_sglang_thinker(folder, dtype="bfloat16", kv_tokens=4096, max_running=8, deterministic=True)
     yield engine
     engine.close()
 
 
-def ask(id: str, seed: int, **sampling: Any) -> EngineRequest:
+def ask(id: str, number: int, **sampling: Any) -> EngineRequest:
     """Text, an image and audio in it, 51 to 99 inputs."""
-    parts: list[int | Grid] = [10, Grid(1, 3, 4 + seed % 5), 20 + seed, 9]
+    parts: list[int | Grid] = [10, Grid(1, 3, 4 + number % 5), 20 + number, 9]
     where = torch.from_numpy(places(parts))
     kinds = torch.zeros(where.shape[1], dtype=torch.uint8)
-    kinds[10 : 10 + 3 * (4 + seed % 5)], kinds[-9:-2] = IMAGE, AUDIO
-    generator = torch.Generator().manual_seed(seed)
+    kinds[10 : 10 + 3 * (4 + number % 5)], kinds[-9:-2] = IMAGE, AUDIO
+    generator = torch.Generator().manual_seed(number)
     at = tuple(kinds.nonzero().flatten().tolist())
     return EngineRequest(
         id=id,
