@@ -31,7 +31,8 @@ class AudioSlot:
     """The state of one stream; the rest of it is in its slot."""
 
     def __init__(self, slot: int, skip: int) -> None:
-        self.slot: int | None = slot
+        self.slot = slot
+        self.has_ended = False
         self.num_latents = 0
         self.skip = skip
         """Samples at the front that are no part of the sound."""
@@ -91,9 +92,10 @@ class AudioSlots(AudioDecoder[AudioSlot]):
 
     def end(self, state: AudioSlot) -> None:
         """See `AudioDecoder.end`: its slot is free."""
-        if state.slot is not None:
+        if not state.has_ended:
+            state.has_ended = True
+            # A step that is under way may still write there; the next stream's first step comes after it, and clears.
             self._free.append(state.slot)
-            state.slot = None
 
     def step(self, state: AudioSlot, frames: np.ndarray, last: bool) -> np.ndarray:
         """See `StreamingDecoder.step`. Raises ContextLengthError for a stream of more than `max_latents`."""
@@ -133,7 +135,6 @@ class AudioSlots(AudioDecoder[AudioSlot]):
         marks = np.zeros((len(_Marks._fields), size), np.int64)
         marks[0] = self._cache.spare
         for row, (state, own, last) in enumerate(pieces):
-            assert state.slot is not None
             if not state.num_latents:
                 self._cache.clear(state.slot)
                 self._tails[state.slot] = 0

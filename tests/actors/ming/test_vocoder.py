@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import anyio
 import numpy as np
 import pytest
+import torch
 
+from actors.ming.audio_slots import AudioSlots
 from actors.ming.audio_vae import AudioStream, AudioVaeDecoder, load_audio_vae
 from actors.ming.vocoder import MingVocoder
 from omniflow.errors import ContextLengthError, ProtocolError
@@ -81,6 +83,32 @@ async def test_requests_that_wait_step_together_and_sound_as_alone(
     assert not vocoder._waiting
     for n in range(6):
         assert np.abs(together[n] - alone[n]).max() <= 1e-6
+
+
+async def test_where_there_are_slots_segments_wait_for_one_and_leave_it() -> None:
+    """As on a GPU: six requests of two segments each, and one that breaks off, for two slots."""
+    actor = MingVocoder(model=str(CHECKPOINT))
+    await actor.setup()
+    alone = [samples_of(await sound(actor, parts(LATENTS[n : n + 16]) + parts(LATENTS[n:12], 1))) for n in range(6)]
+    vae = load_audio_vae(CONFIG.audio_tokenizer_config, weights())
+    actor._decoder = slots = AudioSlots(vae, slots=2, positions=512, dtype=torch.float32)
+    actor._places = anyio.CapacityLimiter(2)
+    together: dict[int, np.ndarray] = {}
+
+    async def one(n: int) -> None:
+        together[n] = samples_of(await sound(actor, parts(LATENTS[n : n + 16]) + parts(LATENTS[n:12], 1)))
+
+    async def broken() -> None:
+        with pytest.raises(ProtocolError, match="not marked as such"):
+            await sound(actor, parts(LATENTS[:12])[:2])
+
+    async with anyio.create_task_group() as group:
+        for n in range(6):
+            group.start_soon(one, n)
+        group.start_soon(broken)
+    for n in range(6):
+        assert np.abs(together[n] - alone[n]).max() <= 1e-5
+    assert sorted(slots._free) == [0, 1] and not actor._places.borrowed_tokens
 
 
 async def test_a_segment_that_is_too_long_fails_alone(vocoder: MingVocoder) -> None:
