@@ -1,6 +1,7 @@
 """Starts host processes, sees them die or hang, restarts them by their strategy, and wires their sockets.
 
-Death is seen through a pidfd in the event loop (1-2 ms, no polling); a hang through a missing heartbeat.
+Death is seen through a pidfd in the event loop (1-2 ms, no polling); a hang through a missing heartbeat. A process on a
+GPU is dead only when the driver has freed all that it had, 0.2 s: of such the end of its socket is news enough.
 
 A host whose stage is split over GPUs is several processes: the one that runs it (rank 0) and its followers. All are
 children of this process and watched alike. The death of any is the death of the host: the others may be in a collective
@@ -92,7 +93,7 @@ class Follower:
     def hear(self) -> None:
         """Take its last words, if there are any; there is something to read, or it is dead."""
         asyncio.get_running_loop().remove_reader(self.words.fileno())
-        with contextlib.suppress(EOFError), self.words:
+        with contextlib.suppress(EOFError, OSError), self.words:  # OSError: killed while it spoke
             said = msgspec.msgpack.decode(self.words.recv_bytes(), type=HostFailed)
             self.said = msgspec.structs.replace(said, message=f"rank {self.rank}: {said.message}")
 
