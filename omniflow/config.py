@@ -62,9 +62,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 2**28
     between_gpus: Annotated[
-        Literal["nccl", "cuda_ipc"],
-        Meta(description="how tensors go between hosts on different GPUs; cuda_ipc where the GPUs reach each other"),
-    ] = "nccl"
+        Literal["cuda_ipc", "nccl"],
+        Meta(description="how tensors go between hosts on different GPUs; nccl where the GPUs do not reach each other"),
+    ] = "cuda_ipc"
     hot_window_us: Annotated[
         int,
         Meta(

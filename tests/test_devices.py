@@ -46,7 +46,7 @@ def planned(**config: Any) -> Plan:
         graph.result(source, target)
     graph.input(ask=made[0])
     graph.output(answer=made[-1])
-    return plan(graph.spec(), cluster_named("2xh100"), RuntimeConfig(**config))
+    return plan(graph.spec(), cluster_named("2xh100"), RuntimeConfig(**{"between_gpus": "nccl", **config}))
 
 
 def lanes_of(found: Plan, name: str) -> Lanes:

@@ -32,8 +32,8 @@ MACHINE = Cluster("gpus", 8, 0, gpus=(Gpu("any", 2**36), Gpu("any", 2**36)))
 two = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 WAYS = [
     pytest.param(("gpu:0", "gpu:0"), {}, id="cuda_ipc"),
-    pytest.param(("gpu:0", "gpu:1"), {}, id="nccl", marks=two),
-    pytest.param(("gpu:0", "gpu:1"), {"between_gpus": "cuda_ipc"}, id="cuda_ipc between GPUs", marks=two),
+    pytest.param(("gpu:0", "gpu:1"), {}, id="cuda_ipc between GPUs", marks=two),
+    pytest.param(("gpu:0", "gpu:1"), {"between_gpus": "nccl"}, id="nccl", marks=two),
 ]
 
 
@@ -75,7 +75,7 @@ async def kill(runtime: Runtime, stage: str) -> None:
 @pytest.mark.skipif(NUM_GPUS > 0, reason="for machines without a GPU")
 async def test_spawned_hosts_without_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
     """They start, see the GPU of the plan alone, and say why tensors go through the host."""
-    async with hosts(("gpu:0", "gpu:1"), between_gpus="cuda_ipc") as runtime:
+    async with hosts(("gpu:0", "gpu:1")) as runtime:
         assert [host.start_method for host in runtime.plan.hosts] == ["spawn", "spawn"]
         assert runtime.plan.edges[1].transport == "cuda_ipc"
         found = await ask(runtime, 100_000)

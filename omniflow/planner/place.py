@@ -357,9 +357,9 @@ def _between_gpus(a: str, b: str, rules: _Rules) -> tuple[Transport, str]:
         return "arrow_shm", f"tensors from {a} to {b} go through the host: {rules.cluster.unshared}"
     if a == b:
         return "cuda_ipc", f"two hosts on {a}: device tensors are mapped, one copy on the device in, none out"
-    if rules.config.between_gpus == "cuda_ipc":
-        return "cuda_ipc", f"device tensors from {a} to {b}: copied from GPU to GPU, as runtime.between_gpus says"
-    return "nccl", f"device tensors from {a} to {b}: point to point, over NVLink where there is one"
+    if rules.config.between_gpus == "nccl":
+        return "nccl", f"device tensors from {a} to {b}: point to point, as runtime.between_gpus says"
+    return "cuda_ipc", f"device tensors from {a} to {b}: one copy from GPU to GPU, over NVLink where there is one"
 
 
 def may_hold_tensor(hint: object, _seen: frozenset[object] = frozenset()) -> bool:

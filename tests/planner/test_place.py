@@ -244,7 +244,7 @@ def test_what_keeps_stages_of_one_gpu_apart(values: dict[str, Any]) -> None:
     assert hosts(found) == {"a": ("a",), "b": ("b",)}
 
 
-def test_stages_on_two_gpus_talk_by_nccl_and_words_go_through_shared_memory() -> None:
+def test_stages_on_two_gpus_write_to_each_other_and_words_go_through_shared_memory() -> None:
     spec = chain(
         ("a", Light, gpu("100 GiB")), ("b", Words, gpu("100 GiB")), ("c", Reads, gpu("30 GiB")), ("d", Heavy, {})
     )
@@ -252,12 +252,13 @@ def test_stages_on_two_gpus_talk_by_nccl_and_words_go_through_shared_memory() ->
     assert devices(found) == {"a": ("gpu:0",), "b": ("gpu:1",), "c": ("gpu:0",), "d": ("cpu",)}
     assert transports(found) == {
         "client>a": "arrow_shm",
-        "a>b": "nccl",
+        "a>b": "cuda_ipc",
         "b>c": "arrow_shm",
         "c>d": "arrow_shm",
         "d>client": "arrow_shm",
     }
-    assert found.edges[1].reason == "device tensors from gpu:0 to gpu:1: point to point, over NVLink where there is one"
+    reason = "device tensors from gpu:0 to gpu:1: one copy from GPU to GPU, over NVLink where there is one"
+    assert found.edges[1].reason == reason
 
 
 def test_tensor_parallel_stages_take_as_many_gpus() -> None:
@@ -267,7 +268,8 @@ def test_tensor_parallel_stages_take_as_many_gpus() -> None:
     assert found.hosts[0].reason == (
         "a is split over gpu:0, gpu:1, gpu:2, gpu:3: a process for each, which live and die together"
     )
-    assert found.gpu_bytes == (100 * GIB + GIB // 4,) + (100 * GIB,) * 4 + (0,) * 3
+    with_pool = 100 * GIB + GIB // 4
+    assert found.gpu_bytes == (with_pool, *(100 * GIB,) * 3, with_pool, *(0,) * 3)
 
 
 def test_what_a_split_stage_holds_on_each_gpu() -> None:
@@ -418,7 +420,7 @@ def test_pools_count() -> None:
 
 
 def test_a_host_that_another_gpu_writes_to_has_a_pool() -> None:
-    config = RuntimeConfig(between_gpus="cuda_ipc")
+    config = RuntimeConfig()
     apart = chain(("a", Engine, gpu("60 GiB")), ("b", Engine, gpu("60 GiB")))
     assert [host.pool_bytes for host in plan(apart, cluster_named("2xh100"), config).hosts] == [GIB // 4, GIB // 4]
     near = chain(("a", Engine, gpu("20 GiB")), ("b", Engine, gpu("20 GiB")))
@@ -447,11 +449,11 @@ def test_why_tensors_go_through_the_host() -> None:
     )
 
 
-def test_cuda_ipc_between_two_gpus_where_it_is_asked_for() -> None:
+def test_nccl_between_two_gpus_where_it_is_asked_for() -> None:
     spec = chain(("a", Light, {"device": "gpu:0"}), ("b", Light, {"device": "gpu:1"}))
-    found = plan(spec, cluster_named("2xh100"), RuntimeConfig(between_gpus="cuda_ipc")).edges[1]
-    assert found.transport == "cuda_ipc"
-    assert "copied from GPU to GPU, as runtime.between_gpus says" in found.reason
+    found = plan(spec, cluster_named("2xh100"), RuntimeConfig(between_gpus="nccl")).edges[1]
+    assert found.transport == "nccl"
+    assert "point to point, as runtime.between_gpus says" in found.reason
 
 
 class Deep(msgspec.Struct, frozen=True):
@@ -628,7 +630,8 @@ def check_edges(spec: GraphSpec, found: Plan) -> None:
         if edge.transport in ("cuda_ipc", "nccl"):
             on = [host.devices for host in found.hosts if host.name in ends]
             assert all(devices[0].startswith("gpu") for devices in on)
-            assert (on[0][0] == on[1][0]) == (edge.transport == "cuda_ipc")
+            target = next(host for host in found.hosts if host.name == edge.target_host)
+            assert edge.transport == "cuda_ipc" and (on[0][0] == on[1][0] or target.pool_bytes)
 
 
 def test_a_setting_may_decide_that_an_engine_owns_its_process() -> None:
