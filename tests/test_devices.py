@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -151,3 +152,22 @@ def test_nothing_is_held_where_no_budget_or_no_torch_is(monkeypatch: pytest.Monk
     monkeypatch.delitem(devices.sys.modules, "torch")
     cap_memory(Gpus((0,), 2**30), planned().graph.stages)
     assert "torch" not in devices.sys.modules
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rank", "held", "chosen"),
+    [(Gpus((2, 3), 50, 0, 2), 1, {1: 0.5}, [1]), (Gpus((2, 3), 50), 0, {0: 0.5, 1: 0.5}, [])],
+)
+def test_which_gpus_a_rank_is_held_on(
+    gpus: Gpus, rank: int, held: dict[int, float], chosen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of several ranks touches its own alone: a look at another would take memory of it."""
+    cuda = pytest.importorskip("torch").cuda
+    found: dict[int, float] = {}
+    set_to: list[int] = []
+    monkeypatch.setattr(cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda, "set_device", set_to.append)
+    monkeypatch.setattr(cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=100))
+    monkeypatch.setattr(cuda, "set_per_process_memory_fraction", lambda part, index: found.update({index: part}))
+    cap_memory(gpus, planned().graph.stages, rank)
+    assert (found, set_to) == (held, chosen)
