@@ -46,7 +46,7 @@ def prompts(file: Path) -> None:
         "later": [script.later_codes.temperature, script.later_codes.top_k, script.later_codes.top_p],
     }
     engine = FrameEngine(load_model(TINY_TALKER.path()))
-    drawn = [each for each in requests(made) if each.sampling.seed == SEEDS[0]][:GREEDY]
+    drawn = requests(made)[:GREEDY]
     made["reference"] = codes_of(engine, [*greedy(made), *drawn])
     file.write_text(json.dumps(made))
 
