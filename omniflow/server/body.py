@@ -14,6 +14,7 @@ from starlette.types import Message, Receive
 from omniflow.config import ServerConfig
 from omniflow.errors import InvalidInputError
 from omniflow.server.failures import BodyTimeoutError, BodyTooLargeError, MalformedBodyError
+from omniflow.server.words import words_at
 
 T = TypeVar("T")
 
@@ -23,6 +24,7 @@ _BYTES_PER_S = 16 * 1024
 _AT_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*?)(?:\[\.\.\.\])?`$")
 """msgspec writes `[...]` for the value of some key."""
 _MISSING = re.compile(r"^Object missing required field `(?P<field>[^`]*)`")
+_NO_SUCH_WORD = ("Invalid enum value", "Invalid value")
 
 
 class Intake:
@@ -73,7 +75,7 @@ def decode_json(body: bytes, type: type[T]) -> T:
     try:
         return _decode(body, type)
     except msgspec.ValidationError as error:
-        raise invalid_field(str(error)) from error
+        raise invalid_field(str(error), type) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedBodyError(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
@@ -101,14 +103,17 @@ def _without_points(value: Any) -> Any:
     return value
 
 
-def invalid_field(message: str, *, within: str = "") -> InvalidInputError:
+def invalid_field(message: str, type: Any, *, within: str = "") -> InvalidInputError:
     """msgspec says "Expected `str`, got `int` - at `$.messages[0].role`"; OpenAI wants the path as `param`.
 
-    `within`: the path of what was read, where that is a part of something.
+    `type` is what was to be read, and `within` the path to that, where it is a part of something.
     """
     at = _AT_PATH.search(message)
-    path = ".".join(part for part in (within, at["path"] if at else "") if part)
+    inner = at["path"] if at else ""
+    path = ".".join(part for part in (within, inner) if part)
     text = message[: at.start()] if at else message
+    if text.startswith(_NO_SUCH_WORD) and (words := words_at(type, inner)):
+        text += f"; expected one of {', '.join(words)}"
     missing = _MISSING.match(text)
     if missing:
         path = f"{path}.{missing['field']}" if path else missing["field"]

@@ -35,7 +35,7 @@ class Form:
         try:
             return msgspec.convert(fields, type, strict=False)
         except msgspec.ValidationError as error:
-            raise invalid_field(str(error)) from error
+            raise invalid_field(str(error), type) from error
 
     def file(self, name: str) -> BinaryIO:
         """The file called `name`, at its begin. Raises InvalidInputError where there is none, or an empty one."""

@@ -67,19 +67,27 @@ class Service(msgspec.Struct, frozen=True):
 
     def require_learning(self, param: str | None) -> None:
         """Raises UnsupportedError, naming `param`, unless the graph learns voices."""
-        plan = self.runtime.plan
-        if "voice" in plan.inputs:
+        if "voice" in self.runtime.plan.inputs:
             return
-        absent = [plan.graph.absent[edge.target] for edge in plan.graph.inputs if edge.source_port == "voice"]
-        reason = absent[0] if absent else "this model has the voices that it was trained with, and cannot learn others"
+        trained = "this model has the voices that it was trained with, and cannot learn others"
+        reason = self._absence_of("voice") or trained
         raise UnsupportedError(f"{param}: {reason}" if param else f"voices cannot be uploaded: {reason}", param=param)
 
     def require_entry(self, entry: str, what: str) -> None:
-        """Raises UnsupportedError unless the graph can be entered at `entry`; `what` is what it would take there."""
+        """Raises UnsupportedError unless the graph can be entered at `entry`; `what` is what it would take there. It
+        says why the stage is absent that would take it.
+        """
         plan = self.runtime.plan
-        if entry not in plan.inputs:
-            known = ", ".join(sorted(plan.inputs))
-            raise UnsupportedError(f"graph {plan.name!r} takes no {what}: it has no input {entry!r}, only {known}")
+        if entry in plan.inputs:
+            return
+        known = ", ".join(sorted(plan.inputs))
+        reason = self._absence_of(entry) or f"it has no input {entry!r}, only {known}"
+        raise UnsupportedError(f"graph {plan.name!r} takes no {what}: {reason}")
+
+    def _absence_of(self, entry: str) -> str | None:
+        """Why the stage behind an input is absent."""
+        graph = self.runtime.plan.graph
+        return next((graph.absent[edge.target] for edge in graph.inputs if edge.source_port == entry), None)
 
     def require_output(self, entry: str, output: str, param: str | None = None) -> None:
         """Raises UnsupportedError unless what enters at `entry` can give `output`. It names `param`, the reason, and

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from omniflow.errors import InvalidInputError
 from omniflow.server.body import decode_json
 from omniflow.server.chat_request import ChatRequest
 
@@ -127,3 +128,27 @@ def test_whole_numbers_with_a_point_are_integers_and_nothing_else_changes() -> N
     )
     request = decode_json(body.encode(), ChatRequest)
     assert request.seed == 7 and isinstance(request.seed, int) and request.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    "change, param, words",
+    [
+        (
+            {"messages": [{"role": "boss", "content": "Hi."}]},
+            "messages[0].role",
+            "assistant, developer, system, tool, user",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+            "messages[0].content[0].type",
+            "audio_url, file, image_url, input_audio, refusal, text, video_url",
+        ),
+        ({"audio": {"format": "xyz"}}, "audio.format", "aac, flac, mp3, opus, pcm16, wav"),
+        ({"modalities": ["text", "smell"]}, "modalities[1]", "audio, image, text"),
+    ],
+)
+def test_of_a_wrong_word_the_right_ones_are_told(change: dict[str, object], param: str, words: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        decode_json(json.dumps(HI | change).encode(), ChatRequest)
+    assert refused.value.param == param
+    assert refused.value.message.endswith(f"; expected one of {words}")

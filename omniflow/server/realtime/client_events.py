@@ -226,7 +226,7 @@ def read_event(message: str | bytes) -> ClientEvent:
         kind = _head(message).type
         if isinstance(kind, str) and kind not in _KNOWN:
             raise UnknownEventError(f"type: there is no event {kind[:64]!r}", param="type") from error
-        raise invalid_field(str(error)) from error
+        raise invalid_field(str(error), ClientEvent) from error
     except (msgspec.DecodeError, UnicodeError) as error:
         raise MalformedBodyError(f"the event is not valid JSON: {error}") from error
     except RecursionError as error:

@@ -200,7 +200,7 @@ def updated(session: Session, update: dict[str, Any]) -> Session:
     try:
         new = msgspec.convert(merged, Session)
     except msgspec.ValidationError as error:
-        raise invalid_field(str(error), within="session") from error
+        raise invalid_field(str(error), Session, within="session") from error
     if len(msgspec.json.encode(new)) > MAX_ECHO_BYTES:
         raise InvalidInputError(f"session: is larger than {MAX_ECHO_BYTES} bytes", param="session")
     if len(new.output_modalities) > 1:  # sound always comes with its transcript
