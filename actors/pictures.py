@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 64_000_000
 """More than any phone's camera gives. Decoded they are 192 MB, whatever the size of the file."""
+_AT_MOST = f"at most {MAX_PIXELS // 10**6} million are taken"
+
+
+def quiet_pillow() -> None:
+    """What Pillow finds odd in an image is told to whoever sent it, where it matters: not to this process's log."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def read_picture(data: bytes, where: str) -> Image:
@@ -29,15 +36,14 @@ def read_picture(data: bytes, where: str) -> Image:
         with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
             width, height = picture.size  # as the head says: nothing is decoded yet
             if width * height > MAX_PIXELS:
-                raise _invalid(
-                    f"{where}: the image has {width} x {height} pixels; at most {MAX_PIXELS // 10**6} million are taken"
-                )
+                raise _invalid(f"{where}: the image has {width} x {height} pixels; {_AT_MOST}")
             picture.load()
             return _on_white(_in_8_bits(ImageOps.exif_transpose(picture)))
     except UnidentifiedImageError as error:
         raise _invalid(f"{where}: the image is not a png, jpeg or webp file") from error
-    # Pillow's readers raise what they stumble over. The first is for heads that claim more than 179 million pixels.
-    except (Image.DecompressionBombError, OSError, SyntaxError, ValueError, IndexError, EOFError) as error:
+    except Image.DecompressionBombError as error:  # of a head that claims more than 179 million
+        raise _invalid(f"{where}: the image has too many pixels; {_AT_MOST}") from error
+    except (OSError, SyntaxError, ValueError, IndexError, EOFError) as error:  # what Pillow's readers stumble over
         raise _invalid(
             f"{where}: the image cannot be decoded ({error}); send it whole, as png, jpeg or webp"
         ) from error

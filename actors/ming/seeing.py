@@ -11,7 +11,7 @@ import numpy as np
 from actors.catalogue import PACKAGED
 from actors.encoding import Recent, digest_of, run_through
 from actors.ming.pixels import Shown, show_clip, show_image
-from actors.pictures import read_picture
+from actors.pictures import quiet_pillow, read_picture
 from actors.thinker import torch_device
 from actors.video import VideoClip
 from omniflow.actor import Actor, batched
@@ -84,6 +84,7 @@ class MingImageEncoder(Actor):
         """Load the tower, and run it once. Raises WeightsError where it cannot be loaded."""
         from PIL import Image
 
+        quiet_pillow()
         await self.offload(self._load, self._weights.path())
         grey = Image.new("RGB", (256, 256), "grey")
         shown = await self.offload(show_image, grey, "", self._tower.sizes, self._pixels)

@@ -108,6 +108,7 @@ class EngineLoop:
         self._gather_s = gather_s
         self._gathered: list[list[EngineOutput]] = []
         self._handed_over = 0.0
+        self._was_quiet = False
         self._begun: set[str] = set()
         """Requests whose first output was handed over, and whose last was not."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -178,6 +179,8 @@ class EngineLoop:
             self._post(self._started)
             self._serve(engine)
             engine.close()
+        except OmniflowError as error:  # it says what to do, and those who wait tell it
+            self._post(self._break, error)
         except BaseException as error:  # whatever it is, those who wait must learn of it; then the thread dies of it
             self._post(self._break, error)
             raise
@@ -208,8 +211,8 @@ class EngineLoop:
         self._step_began = time.monotonic()
         outputs = engine.step()
         self._step_began = None
-        if self._gather_s and outputs:
-            outputs = self._gather(outputs)
+        if self._gather_s:
+            outputs, self._was_quiet = self._gather(outputs) if outputs else [], not outputs
             if not outputs:
                 return
         self.stats = engine.stats()
@@ -228,7 +231,8 @@ class EngineLoop:
                 self._begun.add(output.id)
                 urgent = True
         now = time.monotonic()
-        if not urgent and now - self._handed_over < self._gather_s:
+        # After a step that gave nothing, the engine has gathered them itself.
+        if not urgent and not self._was_quiet and now - self._handed_over < self._gather_s:
             return []
         self._handed_over = now
         gathered, self._gathered = self._gathered, []

@@ -220,8 +220,8 @@ async def test_an_engine_that_raises_breaks_the_loop_for_good() -> None:
     assert all(error.__cause__ is cause for error in errors)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_setup_raises_what_build_raises() -> None:
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_setup_raises_what_build_raises_and_nobody_else_does() -> None:
     def build() -> CountingEngine:
         raise StartError("no such engine here")
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from actors.video import VideoClip
 from omniflow.errors import InvalidInputError
 from omniflow.media import ImageFeatures, Images
 from tests.actors.ming.towers import HIDDEN, write_towers
-from tests.actors.test_pictures import encoded, scene
+from tests.actors.test_pictures import encoded, head_of, scene
 from tests.videos import clip
 
 WIDE, TALL, SMALL = (encoded(scene(*size)) for size in ((96, 40), (30, 77), (21, 20)))
@@ -176,3 +177,16 @@ async def test_16_bits_see_nearly_the_same(encoder: MingImageEncoder, folder: Pa
 
 def test_it_says_what_it_reads(folder: Path) -> None:
     assert [weights.path() for weights in MingImageEncoder(model=str(folder)).weights()] == [folder]
+
+
+@pytest.mark.anyio
+async def test_pillow_warns_nobody(folder: Path) -> None:
+    """Of an image of 120 million pixels whoever sent it is told."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        actor = MingImageEncoder(model=str(folder))
+        await actor.setup()
+        with pytest.raises(InvalidInputError, match="12000 x 10000 pixels; at most 64 million"):
+            await actor.run([Images([head_of(12000, 10000)], (0,))])
+        await actor.close()
+    assert [str(each.message) for each in told] == []
