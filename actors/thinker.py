@@ -171,6 +171,7 @@ class Thinker(ThinkerRole):
                 grammars=self._grammars,
                 device=self._device,
                 threads=self._threads,
+                gather_s=GATHER_S,
                 ranks=self.ranks,
                 **self._limits,
                 **self._sglang,

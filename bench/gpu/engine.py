@@ -210,6 +210,7 @@ async def llama_rounds(model: dict[str, Any], arguments: argparse.Namespace) -> 
                 Path(model["model_path"]),
                 max_running=max(arguments.batches),
                 kv_tokens=arguments.kv_tokens,
+                gather_s=GATHER_S,
                 **{name: value for name, value in model.items() if name != "model_path"},
             )
         )
@@ -276,7 +277,7 @@ async def steps_of(model: dict[str, Any], arguments: argparse.Namespace) -> dict
 
     def build() -> Any:
         settings = {name: value for name, value in model.items() if name != "model_path"}
-        limits: Any = {"max_running": max(arguments.batches), "kv_tokens": arguments.kv_tokens}
+        limits: Any = {"max_running": max(arguments.batches), "kv_tokens": arguments.kv_tokens, "gather_s": GATHER_S}
         engines.append(load_engine(Path(model["model_path"]), **limits, **settings))
         return engines[0]
 
@@ -469,7 +470,7 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / min(times)
 
 
-BUDGETS = {"a": 6_000_000_000, "b": 4_000_000_000, "c": 2_000_000_000}
+BUDGETS = {"a": 6_400_000_000, "b": 4_500_000_000, "c": 2_500_000_000}
 """What torch may take in each process: an engine with 100,000 KV tokens, one with 40,000, a codec with 16 streams."""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from array import array
 from collections import deque
 from collections.abc import Iterator
@@ -82,9 +83,11 @@ class Aside:
     `hidden` are those that are computed and not told.
     """
 
-    def __init__(self, places: Places, next_hidden: int | None) -> None:
+    def __init__(self, places: Places, next_hidden: int | None, may_wait: bool = False) -> None:
         self.places = places
         self.next_hidden = next_hidden
+        self.may_wait = may_wait
+        """Its tokens may be told some at a time: nobody decides by each of them whether it goes on."""
         self.hidden: list[torch.Tensor] = []
 
     def told(self) -> torch.Tensor | None:
@@ -162,10 +165,19 @@ class Outbox:
         """By request, until its end is told."""
         self.frames: torch.Tensor | None = None
         """Those of the batch whose results come next, int64 [batch, num_codes]."""
+        self.gather_s = 0.0
+        """How long tokens may wait for later ones; the first and the last of a request do not."""
+        self._gave = 0.0
 
     def stream_output(self, reqs: list[Any], return_logprob: bool, skip_req: Any = None) -> None:
         """Called by SGLang with the requests of a batch whose results are in. `skip_req` still reads its prompt."""
+        now = time.monotonic()
+        waits = self.frames is None and now - self._gave < self.gather_s
+        if not waits:
+            self._gave = now
         for place, req in enumerate(reqs):
+            if waits and req.send_token_offset and not req.finished() and self.asides[req.rid].may_wait:
+                continue
             # With overlap a request is in one batch more after its last: `finished_output` says that it was told.
             if req is skip_req or (req.finished() and req.finished_output):
                 continue
@@ -436,6 +448,7 @@ def submit(
     held: Held | None = None,
     places: Places | None = None,
     next_hidden: int | None = None,
+    may_wait: bool = False,
 ) -> None:
     """Queue a request.
 
@@ -460,7 +473,7 @@ def submit(
         positional_embed_overrides=None if embeds is None else PositionalEmbeds(embeds, list(positions)),
         extra_key=extra_key,
     )
-    scheduler.outbox.asides[rid] = Aside(places or Places(None, None), next_hidden)
+    scheduler.outbox.asides[rid] = Aside(places or Places(None, None), next_hidden, may_wait)
     scheduler.process_input_requests([request])
     if held is not None:
         scheduler.waiting_queue[-1].grammar = held

@@ -324,3 +324,23 @@ async def test_gathered_outputs_are_handed_over_in_time() -> None:
             ids += (await anext(outputs)).ids
         assert ids == list(range(len(ids)))
     await loop.close()
+
+
+class PatientEngine(CountingEngine):
+    """Gives nothing in two of three steps, and then the tokens of all three."""
+
+    def step(self) -> list[EngineOutput]:
+        (output,) = super().step()
+        if output.ids[0] % 3:
+            return []
+        number = output.ids[0]
+        return [EngineOutput(output.id, tuple(range(max(0, number - 2), number + 1)))]
+
+
+async def test_what_an_engine_has_gathered_itself_does_not_wait_again() -> None:
+    loop = EngineLoop(PatientEngine, gather_s=1e9)
+    await loop.setup()
+    async with loop.generate(request("a", [1], max_tokens=1_000_000)) as outputs:
+        found = [(await anext(outputs)).ids for _ in range(3)]
+        assert found == [(0,), (1, 2, 3), (4, 5, 6)]
+    await loop.close()

@@ -6,6 +6,7 @@ SGLang is no requirement of the tests: they skip where it cannot be imported.
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -311,3 +312,17 @@ def test_hidden_states_go_to_whom_they_belong_while_others_leave(engine: SGLangE
 def test_places_are_refused_by_a_model_of_one_kind(engine: SGLangEngine) -> None:
     with pytest.raises(ProtocolError, match="places need a model of several kinds"):
         engine.start(msgspec.structs.replace(request("p", [1, 2]), places=torch.zeros(3, 2, dtype=torch.long)))
+
+
+def test_tokens_that_may_wait_are_told_with_the_last(engine: SGLangEngine) -> None:
+    """The first is told at once; a request with a stop string, which each token may end, does not wait."""
+    asked = [request("a", prompt(9), max_tokens=12), request("b", prompt(5, 1), max_tokens=6)]
+    plain = run(engine, asked)
+    engine._scheduler.outbox.gather_s = 1e9
+    engine._scheduler.outbox._gave = time.monotonic()
+    try:
+        gathered = run(engine, [*asked, msgspec.structs.replace(asked[0], id="c", stop=("never",))])
+    finally:
+        engine._scheduler.outbox.gather_s = 0.0
+    assert [ids_of(gathered[id]) for id in "abc"] == [ids_of(plain[id]) for id in "aba"]
+    assert [[len(output.ids) for output in gathered[id]] for id in "abc"] == [[1, 11], [1, 5], [1] * 12]
