@@ -127,7 +127,7 @@ def imported(folder: str) -> set[str]:
 
 DISTRIBUTIONS = {"PIL": "pillow", "prometheus_client": "prometheus-client", "gruut_lang_en": "gruut-lang-en"}
 OURS = {"omniflow", "actors", "graphs"}
-OPTIONAL = {"cuda", "sglang", "sounddevice"}
+OPTIONAL = {"cuda", "sglang", "sniffio", "sounddevice", "triton"}
 """Used where they are there: torch for GPUs brings cuda; an error says how to get the others."""
 
 
