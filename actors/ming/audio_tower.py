@@ -16,7 +16,8 @@ from torch import nn
 
 from actors.attention import attend_apart
 from actors.ming.towers_config import Audio, AudioConfig, Whisper
-from actors.ming.towers_weights import load_tower, read_tensors
+from actors.ming.towers_weights import load_tower
+from actors.ming.weights import read_folder
 
 AUDIO_PREFIXES = ("audio.", "linear_proj_audio.")
 
@@ -128,7 +129,7 @@ def sinusoids(count: int, size: int) -> torch.Tensor:
 def load_audio_tower(folder: Path) -> AudioTower:
     """The tower of the checkpoint in `folder`, as it is stored, on the CPU. Raises WeightsError."""
     config = AudioConfig.load(folder)
-    weights = read_tensors(folder, AUDIO_PREFIXES)
+    weights = read_folder(folder, AUDIO_PREFIXES)
     sizes = config.audio_config.whisper_encoder_config
     weights.setdefault("audio.positional_embedding", sinusoids(sizes.n_ctx, sizes.n_state))
     return load_tower(lambda: AudioTower(config), weights, (), "the audio tower")

@@ -15,6 +15,8 @@ from omniflow.engine.decoder import DecoderShape
 from omniflow.errors import WeightsError
 
 T = TypeVar("T")
+_NOR_APART = ", and there is no talker/config.json"
+"""As there is beside the config.json of a whole Ming-flash-omni."""
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -100,9 +102,9 @@ class AudioVae(msgspec.Struct, frozen=True):
     @staticmethod
     def load(folder: Path) -> AudioVae:
         """That of the checkpoint in `folder`, which may also be the AudioVAE's own. Raises WeightsError."""
-        own = Folders.of(folder).vae
-        part = _read(own, _WithVae, "no Ming talker's").audio_tokenizer_config
-        return part or _read(own, AudioVae, "no AudioVAE's")
+        folders = Folders.of(folder)
+        part = _read(folders.vae, _WithVae, "no Ming talker's").audio_tokenizer_config
+        return part or _read(folders.vae, AudioVae, f"no AudioVAE's{'' if folders.is_apart else _NOR_APART}")
 
 
 class Transformer(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +151,7 @@ class Talker(msgspec.Struct, frozen=True):
         """
         folders = Folders.of(folder)
         if not folders.is_apart:
-            return _read(folders.talker, Talker, "no Ming talker's")
+            return _read(folders.talker, Talker, f"no Ming talker's{_NOR_APART}")
         own, vae = _read(folders.talker, _FlashTalker, "no Ming talker's"), AudioVae.load(folders.vae)
         if vae.dec_kwargs.latent_dim != own.latent_dim:
             raise WeightsError(

@@ -1,4 +1,4 @@
-"""The towers' weights out of a whole checkpoint of Ming-flash-omni, without reading the thinker's.
+"""How the towers of a checkpoint of Ming-flash-omni get their weights.
 
 A tower's modules are called as the checkpoint calls them, so `tower.state_dict()` is what a checkpoint holds of it.
 """
@@ -6,14 +6,12 @@ A tower's modules are called as the checkpoint calls them, so `tower.state_dict(
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from omniflow.errors import WeightsError
+from actors.ming.weights import misfit
 
 TowerT = TypeVar("TowerT", bound=nn.Module)
 
@@ -23,21 +21,6 @@ def dtype_for(wanted: Literal["auto", "float32", "bfloat16"], device: str) -> to
     if wanted == "auto":
         return torch.float32 if device == "cpu" else torch.bfloat16
     return torch.float32 if wanted == "float32" else torch.bfloat16
-
-
-def read_tensors(folder: Path, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """The tensors in `folder` whose names begin with one of `prefixes`, as they are stored. Raises WeightsError."""
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise WeightsError(f"{folder} has no *.safetensors")
-    found: dict[str, torch.Tensor] = {}
-    try:
-        for path in paths:
-            with safe_open(path, framework="pt") as file:
-                found |= {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefixes)}
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(f"{folder} has a broken file of weights: {error}") from error
-    return found
 
 
 def load_tower(
@@ -52,5 +35,5 @@ def load_tower(
     try:
         tower.load_state_dict({name: each for name, each in weights.items() if name not in unused}, assign=True)
     except RuntimeError as error:
-        raise WeightsError(f"the weights of {what} do not fit: {' '.join(str(error).split())}") from error
+        raise misfit(what, error) from error
     return tower.requires_grad_(False).eval()

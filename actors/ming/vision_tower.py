@@ -16,7 +16,8 @@ from torch import nn
 from actors.attention import attend_apart
 from actors.ming.pixels import Shown
 from actors.ming.towers_config import Pixels, Vision, VisionConfig
-from actors.ming.towers_weights import load_tower, read_tensors
+from actors.ming.towers_weights import load_tower
+from actors.ming.weights import read_folder
 
 VISION_PREFIXES = ("vision.", "linear_proj.")
 NORM_EPS = 1e-6
@@ -202,5 +203,5 @@ def load_vision_tower(folder: Path) -> VisionTower:
     config, pixels = VisionConfig.load(folder), Pixels.load(folder)
     unused = unused_weights(config.vision_config)
     return load_tower(
-        lambda: VisionTower(config, pixels), read_tensors(folder, VISION_PREFIXES), unused, "the vision tower"
+        lambda: VisionTower(config, pixels), read_folder(folder, VISION_PREFIXES), unused, "the vision tower"
     )

@@ -7,9 +7,11 @@ and its AudioVAE a folder of its own (`actors.ming.config.Folders`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -33,22 +35,41 @@ _COMPUTED = ("rotary_emb.inv_freq", "rotary_embed.inv_freq", "istft.window")
 def read_folder(folder: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, torch.Tensor]:
     """The tensors of the safetensors files in `folder` whose names begin with one of `prefixes`, as they are stored.
 
-    Raises WeightsError.
+    Raises WeightsError where a file is broken, or one is missing that an index of the others names.
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise WeightsError(f"{folder} has no *.safetensors")
+    missing = sorted(_indexed(folder / "model.safetensors.index.json") - {path.name for path in paths})
+    if missing:
+        others = f" and {len(missing) - 1} others" if missing[1:] else ""
+        raise WeightsError(f"{folder} lacks {missing[0]}{others}, which its index names; fetch the checkpoint again")
+    found: dict[str, torch.Tensor] = {}
+    for path in paths:
+        try:
+            found |= _read_file(path, prefixes)
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{path} is broken, or not whole ({error}); fetch it again") from error
+    return found
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _indexed(path: Path) -> set[str]:
+    """The files that the index at `path` names; none where there is no index."""
     try:
-        return {name: tensor for path in paths for name, tensor in _read_file(path, prefixes)}
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(f"{folder} has a broken file of weights: {error}") from error
+        return set(msgspec.json.decode(path.read_bytes(), type=_Index).weight_map.values())
+    except FileNotFoundError:
+        return set()
+    except (OSError, msgspec.DecodeError) as error:
+        raise WeightsError(f"{path} is no index of weights: {error}") from error
 
 
-def _read_file(path: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_file(path: Path, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
     with safe_open(path, "pt") as file:
-        for name in file.keys():
-            if name.startswith(prefixes):
-                yield name, file.get_tensor(name)
+        return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefixes)}
 
 
 def part(weights: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -67,9 +88,11 @@ def part(weights: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> dict
             pieces = [found.pop(name.replace(f".{names[0]}.", f".{each}."), None) for each in names]
             if any(piece is None for piece in pieces):
                 raise WeightsError(f"beside {prefix}{name} one of {', '.join(names)} is missing")
-            found[name.replace(f".{names[0]}.", f".{fused}.")] = torch.cat(
-                [each for each in pieces if each is not None]
-            )
+            whole = [each for each in pieces if each is not None]
+            if len({each.shape[1:] for each in whole}) > 1:
+                shapes = ", ".join(str(list(each.shape)) for each in whole)
+                raise WeightsError(f"{prefix}{name} and what belongs to it are of the shapes {shapes}")
+            found[name.replace(f".{names[0]}.", f".{fused}.")] = torch.cat(whole)
     return found
 
 
@@ -78,4 +101,9 @@ def load(module: nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> N
     try:
         module.load_state_dict(weights)
     except RuntimeError as error:
-        raise WeightsError(f"the weights of {what} do not fit: {' '.join(str(error).split())}") from error
+        raise misfit(what, error) from error
+
+
+def misfit(what: str, error: RuntimeError) -> WeightsError:
+    """Of what torch says of weights that do not fit, the begin: a large model has thousands of names."""
+    return WeightsError(f"the weights of {what} do not fit: {textwrap.shorten(str(error), 600, placeholder=' ...')}")

@@ -107,7 +107,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"Unexpected key.*audio\.blocks\.3\.attn\.query\.bias"):
         load_audio_tower(tmp_path)
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(WeightsError, match="has a broken file of weights"):
+    with pytest.raises(WeightsError, match=r"\.safetensors is broken, or not whole"):
         load_audio_tower(tmp_path)
     (tmp_path / "config.json").write_text('{"llm_config": {"hidden_size": 8}}')
     with pytest.raises(WeightsError, match="has no audio tower of Ming's.*audio_config"):

@@ -10,7 +10,7 @@ from actors.ming.audio_vae import load_audio_vae
 from actors.ming.config import Talker
 from actors.ming.qwen2 import step
 from actors.ming.talker import TalkerModel, TalkerStream, load_talker
-from actors.ming.weights import read_folder
+from actors.ming.weights import load, part, read_folder
 from omniflow.engine.flow import FlowKnobs, FlowStep
 from omniflow.engine.linear import pack_linears
 from omniflow.errors import ContextLengthError, WeightsError
@@ -114,8 +114,8 @@ def test_the_layout_of_a_talkers_own_folder_is_read_too(model: TalkerModel) -> N
 
 def test_settings_that_a_checkpoint_may_leave_out_or_write_otherwise(tmp_path: Path) -> None:
     config = json.loads((CHECKPOINT / "config.json").read_text())
-    for part in ("ditar_config", "aggregator_config"):
-        config[part] = {"patch_size": 4}
+    for name in ("ditar_config", "aggregator_config"):
+        config[name] = {"patch_size": 4}
     del config["llm_config"]["rope_theta"]
     config["llm_config"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -130,10 +130,24 @@ def test_settings_that_a_checkpoint_may_leave_out_or_write_otherwise(tmp_path: P
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="config.json is no Ming talker's"):
+    with pytest.raises(WeightsError, match="config.json is no Ming talker's, and there is no talker/config.json"):
         Talker.load(tmp_path)
     with pytest.raises(WeightsError, match=r"has no \*\.safetensors"):
         read_folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((CHECKPOINT / "model-00001-of-00002.safetensors").read_bytes()[:1000])
-    with pytest.raises(WeightsError, match="has a broken file of weights"):
+    with pytest.raises(WeightsError, match=r"\.safetensors is broken, or not whole"):
         read_folder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model.safetensors", "b": "other-1.safetensors", "c": "other-2.safetensors"}})
+    )
+    with pytest.raises(WeightsError, match="lacks other-1.safetensors and 1 others, which its index names"):
+        read_folder(tmp_path)
+
+
+def test_what_does_not_fit_is_named_in_few_words() -> None:
+    gate, up = torch.zeros(4, 2), torch.zeros(4, 3)
+    with pytest.raises(WeightsError, match=r"a\.gate_proj\.weight and .* of the shapes \[4, 2\], \[4, 3\]"):
+        part({"model.a.gate_proj.weight": gate, "model.a.up_proj.weight": up}, ("model.",))
+    with pytest.raises(WeightsError, match=r"the weights of all do not fit: .* \.\.\.$") as refused:
+        load(torch.nn.Linear(2, 2), {f"weight_of_{number}": gate for number in range(1000)}, "all")
+    assert len(refused.value.message) < 700
