@@ -36,7 +36,7 @@ class MingVocoder(VocoderRole):
     step begins is decoded in it, of up to `max_together` requests; the samples are the same within 1e-6.
 
     On a GPU a step is one CUDA graph, over slots for `max_together` segments of up to `longest_s` seconds; further ones
-    wait. There `dtype` auto is float32 with products of TF32, whose noise is 60 dB below the sound; that of bfloat16 is
+    wait. There `dtype` auto is float32 with products of TF32, whose noise is 55 dB below the sound; that of bfloat16 is
     34 dB below. Spectra and sound are float32 in any case.
     """
 
