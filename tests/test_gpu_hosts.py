@@ -142,7 +142,7 @@ async def die(runtime: Runtime, errors: list[str]) -> None:
 
 
 async def open_lane(runtime: Runtime) -> Folded:
-    """Ask until tensors go by the lane: then `fold` takes no memory of torch's for what it gets, but by NCCL as much."""
+    """Ask until tensors go by the lane: then `fold` takes no memory of torch's for what it gets; by NCCL it does."""
     by_nccl = runtime.plan.edges[1].transport == "nccl"
     with anyio.fail_after(30):
         while True:
