@@ -64,7 +64,7 @@ class Preprocess(Actor):
                 return part.text
             case AudioPart():
                 left_s = self._max_audio_s - sum(map(len, media.waves.values())) / SAMPLE_RATE_HZ
-                return media.add_wave(await self._decode(part.data, where, left_s))
+                return media.add_wave(await self._decode(part.data, where, left_s), where)
             case ImagePart():
                 _require_room(len(media.images) - len(media.videos), self._max_images, where, "images")
                 return media.add_picture(_checked_image(part.data, where), where)
@@ -99,28 +99,33 @@ class _Media:
         self.waves: dict[int, np.ndarray] = {}
         self.images: dict[int, bytes] = {}
         self.videos: list[int] = []
-        self._where: list[str] = []
+        self._where: dict[int, str] = {}
 
-    def add_wave(self, samples: np.ndarray) -> int:
+    def add_wave(self, samples: np.ndarray, where: str) -> int:
         """The number that `samples` now have."""
         number = len(self.waves) + len(self.images)
         self.waves[number] = samples
+        self._where[number] = where
         return number
 
     def add_picture(self, data: bytes, where: str) -> int:
         """The number that an image or a clip now has."""
         number = len(self.waves) + len(self.images)
         self.images[number] = data
-        self._where.append(where)
+        self._where[number] = where
         return number
 
     def waveforms(self) -> Waveforms | None:
-        return Waveforms(list(self.waves.values()), tuple(self.waves), SAMPLE_RATE_HZ) if self.waves else None
+        if not self.waves:
+            return None
+        where = tuple(self._where[number] for number in self.waves)
+        return Waveforms(list(self.waves.values()), tuple(self.waves), SAMPLE_RATE_HZ, where)
 
     def pictures(self) -> Images | None:
         if not self.images:
             return None
-        return Images(list(self.images.values()), tuple(self.images), tuple(self.videos), tuple(self._where))
+        where = tuple(self._where[number] for number in self.images)
+        return Images(list(self.images.values()), tuple(self.images), tuple(self.videos), where)
 
 
 _TAKES = "send text, audio or images"

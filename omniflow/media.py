@@ -144,12 +144,13 @@ class Prompt(msgspec.Struct, frozen=True):
 class Waveforms(msgspec.Struct, frozen=True):
     """The audio inputs of one request, decoded: `samples[i]` float32 [num_samples], mono, `sample_rate_hz`.
 
-    `index[i]` is the number that `Prompt` uses for clip i.
+    `index[i]` is the number that `Prompt` uses for clip i, and `where[i]` what the caller knows it by, for errors.
     """
 
     samples: list[np.ndarray]
     index: tuple[int, ...]
     sample_rate_hz: int = 16000
+    where: tuple[str, ...] = ()
 
 
 class Images(msgspec.Struct, frozen=True):

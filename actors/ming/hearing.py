@@ -115,10 +115,11 @@ class MingAudioEncoder(Actor):
             raise _invalid(
                 f"the conversation holds {seconds:.1f} s of audio; this model takes at most {self._max_seconds:g} s"
             )
-        for number, clip in enumerate(request.samples, start=1):
+        for number, clip in enumerate(request.samples):
             if len(clip) // HOP > self._max_frames:
+                where = request.where[number] if request.where else f"audio clip {number + 1}"
                 raise _invalid(
-                    f"audio clip {number} lasts {len(clip) / SAMPLE_RATE_HZ:.1f} s; this model takes at most "
+                    f"{where} lasts {len(clip) / SAMPLE_RATE_HZ:.1f} s; this model takes at most "
                     f"{self._max_frames * HOP / SAMPLE_RATE_HZ:g} s in one clip"
                 )
         return seconds

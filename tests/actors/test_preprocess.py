@@ -239,6 +239,7 @@ async def test_clips_stay_encoded_among_the_images_where_the_model_takes_them(cl
     where = tuple(f"messages[0].content[{number}]" for number in (0, 1, 4))
     assert result.image == Images([PNG, clip, JPEG], (0, 1, 3), videos=(1,), where=where)
     assert result.audio is not None and result.audio.index == (2,)
+    assert result.audio.where == ("messages[0].content[2]",)
 
 
 async def test_too_many_images_and_clips_are_refused_by_their_place() -> None:

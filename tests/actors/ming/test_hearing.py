@@ -136,6 +136,8 @@ async def test_a_pass_is_bounded(encoder: MingAudioEncoder, monkeypatch: pytest.
 async def test_too_much_is_refused_and_the_next_is_heard(encoder: MingAudioEncoder) -> None:
     with pytest.raises(InvalidInputError, match=r"audio clip 2 lasts 8\.1 s; .* at most 8 s in one clip") as refused:
         await encoder.run([Waveforms([sound(100), sound(129_000)], (0, 1))])
+    with pytest.raises(InvalidInputError, match=r"^messages\[4\] lasts 8\.1 s"):
+        await encoder.run([Waveforms([sound(129_000)], (1,), where=("messages[4]",))])
     assert refused.value.param == "messages"
     with pytest.raises(InvalidInputError, match=r"holds 14\.0 s of audio; .* at most 12 s") as refused:
         await encoder.run([Waveforms([sound(112_000), sound(112_000)], (0, 1))])
