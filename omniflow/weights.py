@@ -438,7 +438,7 @@ class LocalWeights(msgspec.Struct, frozen=True):
             return folder
         if folder.exists():
             raise WeightsError(f"{self.name} is a file; give the folder that holds the weights: {folder.parent}")
-        raise WeightsError(f"{self.name}: there is no such folder ({folder})")
+        raise WeightsError(f"{folder}: there is no such folder")
 
     def fetch(self, progress: Progress | None = None) -> Path:
         """The same as `path`: there is nothing to fetch."""

@@ -440,7 +440,7 @@ def test_resolve_knows_names_hub_and_folders(tmp_path: Path) -> None:
         ("toi", "unknown weights 'toi'; did you mean toy? (else hf:owner/repo[@revision], or a path to a folder)"),
         ("a/b", "unknown weights 'a/b'; did you mean hf:a/b? (else hf:owner/repo[@revision], or a path to a folder)"),
         ("xyz", "unknown weights 'xyz'; known names: toy (else hf:owner/repo[@revision], or a path to a folder)"),
-        ("/no/where", "/no/where: there is no such folder (/no/where)"),
+        ("/no/where", "/no/where: there is no such folder"),
     ],
 )
 def test_resolve_refuses_and_helps(ref: str, message: str) -> None:
