@@ -208,12 +208,15 @@ def _sharing(gpus: Sequence[str]) -> Iterator[Finding]:
             tried = list(threads.map(try_sharing, [gpus[0]] * len(gpus), gpus))
     for number, problem in enumerate(tried):
         topic = "CUDA IPC" if number == 0 else f"GPU 0 to {number}"
-        if problem:
+        if problem and (lacking or number == 0):
             yield Finding(topic, problem, "note", "tensors between processes go through the host's memory")
+        elif problem:
+            advice = "tensors go through the host's memory, unless NCCL has a way: --set runtime.between_gpus=nccl"
+            yield Finding(topic, problem, "note", advice)
         elif number == 0:
             yield Finding(topic, "works", "ok", "tensors between processes stay on their GPU")
         else:
-            yield Finding(topic, "reached", "ok", "tensors are copied from GPU to GPU (NCCL, or CUDA IPC)")
+            yield Finding(topic, "reached", "ok", "tensors are copied from GPU to GPU")
 
 
 def _sglang() -> Finding:
