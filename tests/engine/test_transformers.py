@@ -516,14 +516,3 @@ def test_a_token_that_stops_has_a_hidden_state_too() -> None:
     assert [output.ids for output in outputs] == [(first,), ()]
     given = torch.cat([output.hidden for output in outputs])
     assert (given - final_hidden([*prompt(9), first])[-2:]).abs().max() < 1e-4
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-@pytest.mark.parametrize("device", ["gpu", "gpu:0"])
-def test_a_gpu_by_the_names_that_stages_use(tmp_path: Path, device: str) -> None:
-    LLAMA.save_pretrained(tmp_path)
-    asked = [request(str(number), prompt(5 + 9 * number, number), max_tokens=12) for number in range(3)]
-    on_gpu = run(load_engine(tmp_path, device=device), asked)
-    for each in asked:
-        assert ids_of(on_gpu[each.id])[:6] == greedy(LLAMA, each.ids, 6)
