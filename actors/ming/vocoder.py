@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import numpy as np
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from actors.catalogue import PACKAGED
 from actors.roles import VocoderRole
@@ -33,7 +34,8 @@ class MingVocoder(VocoderRole):
     """Makes sound of the latents of a Ming checkpoint's talker, mono, at the rate of its AudioVAE (44.1 kHz).
 
     Each message gives what is certain by now; segments follow each other, each from an empty state. What waits when a
-    step begins is decoded in it, of up to `max_together` requests; the samples are the same within 1e-6.
+    step begins is decoded in it, of up to `max_together` requests; the samples are the same within 1e-6. For who listens
+    slowly no more than one segment is decoded ahead.
 
     On a GPU a step is one CUDA graph, over slots for `max_together` segments of up to `longest_s` seconds; further ones
     wait. There `dtype` auto is float32 with products of TF32, whose noise is 55 dB below the sound; that of bfloat16 is
@@ -79,10 +81,19 @@ class MingVocoder(VocoderRole):
     async def run(self, latents: Stream[Latents], emit: Emit[AudioChunk], ctx: Context) -> None:
         """See the class. Raises ContextLengthError for a segment that is longer than the AudioVAE can decode."""
         async for part in latents:
-            async with self._places:
-                await self._segment(part, latents, emit)
+            # A place is given back once the segment is decoded: who listens slowly does not keep it from others.
+            decoded, heard = anyio.create_memory_object_stream[AudioChunk](self._decoder.max_latents)
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_send_all, heard, emit)
+                    async with decoded, self._places:
+                        await self._segment(part, latents, decoded)
+            except ExceptionGroup as group:  # of one, which has ended the other
+                raise group.exceptions[0] from group.exceptions[0].__cause__
 
-    async def _segment(self, part: Latents | None, rest: Stream[Latents], emit: Emit[AudioChunk]) -> None:
+    async def _segment(
+        self, part: Latents | None, rest: Stream[Latents], decoded: MemoryObjectSendStream[AudioChunk]
+    ) -> None:
         """The sound of a segment that begins with `part`."""
         decoder = self._decoder
         state = decoder.init()
@@ -90,7 +101,7 @@ class MingVocoder(VocoderRole):
             while part is not None:
                 samples = await self._decode(state, part.frames, part.last)
                 if len(samples):
-                    await emit.send(AudioChunk(samples.clip(-1, 1), decoder.sample_rate_hz, decoder.channels))
+                    await decoded.send(AudioChunk(samples.clip(-1, 1), decoder.sample_rate_hz, decoder.channels))
                 if part.last:
                     return
                 part = await anext(rest, None)
@@ -152,6 +163,12 @@ class MingVocoder(VocoderRole):
         torch.set_float32_matmul_precision("high" if self._dtype == "auto" else "highest")
         dtype = torch.bfloat16 if self._dtype == "bfloat16" else torch.float32
         return AudioSlots(decoder, slots=self._max_together, positions=positions, dtype=dtype)
+
+
+async def _send_all(heard: MemoryObjectReceiveStream[AudioChunk], emit: Emit[AudioChunk]) -> None:
+    async with heard:
+        async for chunk in heard:
+            await emit.send(chunk)
 
 
 class _Call:

@@ -36,6 +36,13 @@ def decoder() -> AudioVaeDecoder:
     return load_audio_vae(CONFIG.audio_tokenizer_config, weights())
 
 
+class Deaf(ListEmit[AudioChunk]):
+    """Takes nothing."""
+
+    async def send(self, value: AudioChunk) -> None:
+        await anyio.sleep_forever()
+
+
 def parts(latents: np.ndarray, segment: int = 0) -> list[Latents]:
     starts = range(0, len(latents), 4)
     return [Latents(latents[start : start + 4], segment, start == starts[-1]) for start in starts]
@@ -108,6 +115,13 @@ async def test_where_there_are_slots_segments_wait_for_one_and_leave_it() -> Non
         group.start_soon(broken)
     for n in range(6):
         assert np.abs(together[n] - alone[n]).max() <= 1e-5
+    assert sorted(slots._free) == [0, 1] and not actor._places.borrowed_tokens
+    actor._places.total_tokens = 1
+    async with anyio.create_task_group() as group:  # one who does not listen, and one who does
+        group.start_soon(actor.run, ListStream(parts(LATENTS[:16])), Deaf(), context())
+        with anyio.fail_after(5):
+            assert np.abs(samples_of(await sound(actor, parts(LATENTS[:16]))) - alone[0][: 16 * 392]).max() <= 1e-5
+        group.cancel_scope.cancel()
     assert sorted(slots._free) == [0, 1] and not actor._places.borrowed_tokens
 
 
