@@ -34,8 +34,8 @@ class MingVocoder(VocoderRole):
     """Makes sound of the latents of a Ming checkpoint's talker, mono, at the rate of its AudioVAE (44.1 kHz).
 
     Each message gives what is certain by now; segments follow each other, each from an empty state. What waits when a
-    step begins is decoded in it, of up to `max_together` requests; the samples are the same within 1e-6. For who listens
-    slowly no more than one segment is decoded ahead.
+    step begins is decoded in it, of up to `max_together` requests; the samples are the same within 1e-6. Of a request
+    whose listener is slow no more than one segment is decoded ahead.
 
     On a GPU a step is one CUDA graph, over slots for `max_together` segments of up to `longest_s` seconds; further ones
     wait. There `dtype` auto is float32 with products of TF32, whose noise is 55 dB below the sound; that of bfloat16 is

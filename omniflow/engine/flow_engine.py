@@ -197,10 +197,8 @@ class FlowEngine(Generic[S]):
         found = self._heard.pop(key, None)
         if found is None:
             patches = request.before.reshape(-1, *self._model.head.noise_shape[1:])
-            num, size = len(patches), self._max_running  # a size that steps have, too: others would be compiled anew
-            padded = torch.cat([patches, patches.new_zeros(-num % size, *patches.shape[1:])]).to(weight)
             with torch.inference_mode():
-                found = torch.cat([self._model.head.feedback(each) for each in torch.split(padded, size)])[:num]
+                found = self._model.head.feedback(patches.to(weight))
         self._heard[key] = found
         if len(self._heard) > _MOST_HEARD:
             del self._heard[next(iter(self._heard))]
