@@ -62,8 +62,14 @@ class Thinker(msgspec.Struct, frozen=True):
     score_function: Literal["sigmoid"] = "sigmoid"
 
     def __post_init__(self) -> None:
-        if self.num_experts % self.n_group:
+        size, others = divmod(self.num_experts, self.n_group)
+        if others or size < 2:  # a group is as good as its best two
             raise ValueError(f"{self.num_experts} experts do not make {self.n_group} groups")
+        if self.topk_group > self.n_group or self.num_experts_per_tok > self.topk_group * size:
+            raise ValueError(
+                f"{self.topk_group} of {self.n_group} groups of {size} experts do not hold the "
+                f"{self.num_experts_per_tok} that an input takes"
+            )
         if self.rope_scaling and sum(self.rope_scaling.mrope_section) != self.rotary_dim // 2:
             raise ValueError(f"mrope_section has to sum to {self.rotary_dim // 2}, half of what is turned of a head")
 

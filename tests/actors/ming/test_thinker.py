@@ -404,6 +404,9 @@ def test_what_is_missing_or_left_over_is_named(lost: str | None, extra: str | No
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
         ({"rope_scaling": {"type": "video_rope"}}, "mrope_section has to sum to 4"),
         ({"n_group": 3}, "8 experts do not make 3 groups"),
+        ({"n_group": 8}, "8 experts do not make 8 groups"),
+        ({"topk_group": 5}, "5 of 4 groups of 2 experts do not hold the 2"),
+        ({"num_experts_per_tok": 5}, "2 of 4 groups of 2 experts do not hold the 5"),
         ({"use_qkv_bias": True}, "use_qkv_bias"),
     ],
 )
