@@ -95,6 +95,7 @@ class SGLangEngine:
         self._max_waiting = max_waiting
         self._deterministic = deterministic
         self._vocab_size: int = scheduler.model_config.vocab_size
+        self._dtype: torch.dtype = scheduler.model_config.dtype
         self._hidden_size: int = scheduler.model_config.hidden_size
         self._limit: int = scheduler.max_req_input_len - 1
         """Tokens that a prompt can have."""
@@ -179,6 +180,9 @@ class SGLangEngine:
         return request_id in self._running or request_id in self._open
 
     def _submit(self, request: EngineRequest) -> None:
+        if request.embeds is not None:
+            # As the model has them, and so half as much to hash: 29 MB of 3584 rows of 4096 take 16 ms.
+            request = msgspec.structs.replace(request, embeds=request.embeds.detach().to(self._dtype))
         running = _Running(request, f"{next(self._names):016x}", self._held(request))
         places = Places(request.places, request.kinds)
         submit(
@@ -322,10 +326,10 @@ def _content(request: EngineRequest, places: Places) -> str | None:
         return None
     tensors = [request.embeds, *((None, None) if places.plain else (request.places, request.kinds))]
     shapes = [None if tensor is None else (str(tensor.dtype), *tensor.shape) for tensor in tensors]
-    content = hashlib.blake2b(repr((request.positions, shapes)).encode(), digest_size=16)
+    content = hashlib.sha256(repr((request.positions, shapes)).encode())
     for tensor in tensors:
         if tensor is not None:
-            content.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            content.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
     return content.hexdigest()
 
 
