@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections import deque
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,7 +20,8 @@ from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampl
 from omniflow.engine.decoder import Decoder, DecoderShape, attend_last
 from omniflow.engine.heads import STATE_SIZE, FrameHead, Knobs, frame_noise
 from omniflow.engine.linear import pack_linears
-from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, ProtocolError
+from omniflow.engine.queue import RunQueue
+from omniflow.errors import ContextLengthError, InvalidInputError, ProtocolError
 
 
 class FrameModel(nn.Module):
@@ -56,32 +56,24 @@ class FrameEngine:
         pack_linears(model, least_rows=1)
         self._model = model
         self._limit = min(model.shape.max_position_embeddings, kv_tokens)
-        self._max_running = max_running
-        self._max_waiting = max_waiting
-        self._kv_tokens = kv_tokens
         self._chunk = chunk
-        self._waiting: deque[_Row] = deque()
-        self._running: list[_Row] = []
-        self._aborted: list[str] = []
+        self._queue: RunQueue[_Row] = RunQueue(max_running=max_running, max_waiting=max_waiting, kv_tokens=kv_tokens)
 
     def start(self, request: EngineRequest) -> None:
         """Queue `request`. Raises ContextLengthError if it can never fit, OverloadedError if the queue is full."""
-        if self._find(request.id) is not None:
-            raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
+        self._queue.check_new(request.id)
         if not request.ids and not request.open:
             raise InvalidInputError("the prompt is empty: it needs at least 1 input", request_id=request.id)
-        if len(self._waiting) >= self._max_waiting:
-            raise OverloadedError(
-                f"{len(self._waiting)} generations are waiting already", request_id=request.id, retry_after_s=1.0
-            )
-        self._waiting.append(_Row(request, self._model, self._capacity(request.id, len(request.ids), request.sampling)))
+        self._queue.check_room(request.id)
+        capacity = self._capacity(request.id, len(request.ids), request.sampling)
+        self._queue.wait(_Row(request, self._model, capacity), request.urgent)
 
     def feed(self, request_id: str, rows: torch.Tensor, done: bool) -> None:
         """Append input embeddings [n, hidden]; `done` lets it make frames. A request that has ended is ignored.
 
         Raises ContextLengthError where they do not fit into the model, OverloadedError where the KV cache is full.
         """
-        row = self._find(request_id)
+        row = self._queue.find(request_id)
         if row is None:
             return
         if not row.open:
@@ -90,16 +82,14 @@ class FrameEngine:
         if done and row.length + len(rows) == 0:
             raise InvalidInputError("nothing was fed: a generation needs at least 1 input", request_id=request_id)
         capacity = self._capacity(request_id, row.length + len(rows), row.sampling)
-        if row in self._running and self._reserved() - row.capacity + capacity > self._kv_tokens:
-            raise OverloadedError("no room for more input in the KV cache", request_id=request_id, retry_after_s=1.0)
+        self._queue.check_growth(row, capacity)
         row.feed(rows, capacity)
         row.open = not done
 
     def step(self) -> list[EngineOutput]:
         """One step of the whole batch; see the module's docstring."""
-        outputs = self._drop_aborted()
-        while self._can_admit():
-            self._running.append(self._waiting.popleft())
+        outputs = [EngineOutput(row.id, (), "abort") for row in self._queue.drop_aborted()]
+        self._queue.admit()
         spans = self._schedule()
         if spans:
             with torch.inference_mode():
@@ -111,21 +101,19 @@ class FrameEngine:
 
     def abort(self, request_id: str) -> None:
         """Drop a request at the next step; unknown ids are ignored."""
-        if self._find(request_id) is not None:
-            self._aborted.append(request_id)
+        self._queue.abort(request_id)
 
     def has_work(self) -> bool:
         """True while `step` would do something; an open request that waits for input is no work."""
-        return bool(self._aborted) or self._can_admit() or any(row.available > 0 for row in self._running)
+        return self._queue.has_work() or any(row.available > 0 for row in self._queue.running)
 
     def stats(self) -> EngineStats:
         """Counts for metrics and admission."""
-        return EngineStats(len(self._running), len(self._waiting), self._reserved(), self._kv_tokens)
+        return self._queue.stats()
 
     def close(self) -> None:
         """Drop all requests and the model."""
-        self._waiting.clear()
-        self._running.clear()
+        self._queue.clear()
         del self._model
 
     def _capacity(self, request_id: str, length: int, sampling: Sampling) -> int:
@@ -135,26 +123,6 @@ class FrameEngine:
             )
         return min(length + sampling.max_tokens, self._limit)
 
-    def _find(self, request_id: str) -> _Row | None:
-        return next((row for row in (*self._running, *self._waiting) if row.id == request_id), None)
-
-    def _reserved(self) -> int:
-        return sum(row.capacity for row in self._running)
-
-    def _can_admit(self) -> bool:
-        return (
-            bool(self._waiting)
-            and len(self._running) < self._max_running
-            and self._reserved() + self._waiting[0].capacity <= self._kv_tokens
-        )
-
-    def _drop_aborted(self) -> list[EngineOutput]:
-        rows = [row for row in map(self._find, dict.fromkeys(self._aborted)) if row is not None]
-        self._aborted.clear()
-        for row in rows:
-            (self._running if row in self._running else self._waiting).remove(row)
-        return [EngineOutput(row.id, (), "abort") for row in rows]
-
     def _schedule(self) -> list[_Span]:
         """The next input of every row that makes frames, and the next chunk of the first that reads.
 
@@ -162,7 +130,7 @@ class FrameEngine:
         """
         spans: list[_Span] = []
         offset, someone_reads = 0, False
-        for row in self._running:
+        for row in self._queue.running:
             count = min(row.available, self._chunk)
             if count == 0 or (someone_reads and row.num_steps == 0):
                 continue
@@ -192,7 +160,7 @@ class FrameEngine:
             frames = None if stopped else given.codes[number : number + 1]
             outputs.append(EngineOutput(row.id, (), reason, (), frames))
             if reason is not None:
-                self._running.remove(row)
+                self._queue.end(row)
         return outputs
 
 

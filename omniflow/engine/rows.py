@@ -78,6 +78,11 @@ class Row:
         self._ends = torch.tensor(sorted(request.sampling.stop_token_ids), dtype=torch.long)
 
     @property
+    def capacity(self) -> int:
+        """Positions that its cache has room for."""
+        return self.cache.capacity
+
+    @property
     def available(self) -> int:
         """Inputs that can be computed now. The last one of an open request waits: its output may be the first token."""
         return len(self.ids) - self.computed - self.open

@@ -9,7 +9,6 @@ by request with exactly its own keys and values, so no request ever sees another
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,12 +20,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling, check_kinds
 from omniflow.engine.linear import pack_linears
+from omniflow.engine.queue import RunQueue
 from omniflow.engine.rows import ATTENTION, Row, Span
 from omniflow.engine.sampling import token_logprob
 from omniflow.errors import (
     ContextLengthError,
     InvalidInputError,
-    OverloadedError,
     ProtocolError,
     RequestError,
     StartError,
@@ -76,31 +75,23 @@ class TransformersEngine:
         if grammars is not None and grammars.num_tokens != size:
             raise StartError(f"the model has {size} tokens, the grammars are for one of {grammars.num_tokens}")
         self._grammars = grammars
-        self._max_running = max_running
-        self._max_waiting = max_waiting
-        self._kv_tokens = kv_tokens
         self._chunk = chunk
         self._media = media
-        self._waiting: deque[Row] = deque()
-        self._running: deque[Row] = deque()
-        self._aborted: list[str] = []
+        self._queue: RunQueue[Row] = RunQueue(max_running=max_running, max_waiting=max_waiting, kv_tokens=kv_tokens)
 
     def start(self, request: EngineRequest) -> None:
         """Queue `request`. Raises ContextLengthError if it can never fit, OverloadedError if the queue is full."""
         self._check(request)
-        if len(self._waiting) >= self._max_waiting:
-            raise OverloadedError(
-                f"{len(self._waiting)} generations are waiting already", request_id=request.id, retry_after_s=1.0
-            )
+        self._queue.check_room(request.id)
         capacity = self._capacity(len(request.ids), request.sampling)
-        self._waiting.append(Row(request, self._num_layers, capacity, self._matcher(request)))
+        self._queue.wait(Row(request, self._num_layers, capacity, self._matcher(request)), request.urgent)
 
     def feed(self, request_id: str, rows: torch.Tensor, done: bool) -> None:
         """Append input embeddings [n, hidden]; `done` lets it generate. A request that has ended is ignored.
 
         Raises ContextLengthError or OverloadedError where there is no room for them.
         """
-        row = self._find(request_id)
+        row = self._queue.find(request_id)
         if row is None:
             return
         if not row.open:
@@ -111,16 +102,15 @@ class TransformersEngine:
             raise InvalidInputError("nothing was fed: a generation needs at least 1 input", request_id=request_id)
         self._check_length(request_id, length)
         capacity = self._capacity(length, row.sampling)
-        if row in self._running and self._reserved() - row.cache.capacity + capacity > self._kv_tokens:
-            raise OverloadedError("no room for more input in the KV cache", request_id=request_id, retry_after_s=1.0)
+        self._queue.check_growth(row, capacity)
         row.feed(rows)
         row.cache.grow(capacity)
         row.open = not done
 
     def step(self) -> list[EngineOutput]:
         """One step of the whole batch; see the module's docstring."""
-        outputs = self._drop_aborted()
-        self._admit()
+        outputs = [EngineOutput(row.id, (), "abort") for row in self._queue.drop_aborted()]
+        self._queue.admit()
         spans = self._schedule()
         if spans:
             with torch.inference_mode():
@@ -129,26 +119,23 @@ class TransformersEngine:
 
     def abort(self, request_id: str) -> None:
         """Drop a request at the next step; unknown ids are ignored."""
-        if self._find(request_id) is not None:
-            self._aborted.append(request_id)
+        self._queue.abort(request_id)
 
     def has_work(self) -> bool:
         """True while `step` would do something; an open request that waits for input is no work."""
-        return bool(self._aborted) or self._can_admit() or any(row.available > 0 for row in self._running)
+        return self._queue.has_work() or any(row.available > 0 for row in self._queue.running)
 
     def stats(self) -> EngineStats:
         """Counts for metrics and admission."""
-        return EngineStats(len(self._running), len(self._waiting), self._reserved(), self._kv_tokens)
+        return self._queue.stats()
 
     def close(self) -> None:
         """Drop all requests and the model."""
-        self._waiting.clear()
-        self._running.clear()
+        self._queue.clear()
         del self._model, self._embedding, self._head
 
     def _check(self, request: EngineRequest) -> None:
-        if self._find(request.id) is not None:
-            raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
+        self._queue.check_new(request.id)
         if not request.ids and not request.open:
             raise InvalidInputError("the prompt is empty: it needs at least 1 token", request_id=request.id)
         if request.stop and self._decode is None:
@@ -202,30 +189,6 @@ class TransformersEngine:
     def _capacity(self, length: int, sampling: Sampling) -> int:
         return min(length + sampling.max_tokens, self._limit)
 
-    def _find(self, request_id: str) -> Row | None:
-        return next((row for row in (*self._running, *self._waiting) if row.id == request_id), None)
-
-    def _reserved(self) -> int:
-        return sum(row.cache.capacity for row in self._running)
-
-    def _can_admit(self) -> bool:
-        return (
-            bool(self._waiting)
-            and len(self._running) < self._max_running
-            and self._reserved() + self._waiting[0].cache.capacity <= self._kv_tokens
-        )
-
-    def _admit(self) -> None:
-        while self._can_admit():
-            self._running.append(self._waiting.popleft())
-
-    def _drop_aborted(self) -> list[EngineOutput]:
-        rows = [row for row in map(self._find, dict.fromkeys(self._aborted)) if row is not None]
-        self._aborted.clear()
-        for row in rows:
-            (self._running if row in self._running else self._waiting).remove(row)
-        return [EngineOutput(row.id, (), "abort") for row in rows]
-
     def _schedule(self) -> list[Span]:
         """The next input of every row that decodes, and as many chunks of others as `chunk` inputs in all allow.
 
@@ -233,15 +196,14 @@ class TransformersEngine:
         """
         spans: list[Span] = []
         budget, offset = self._chunk, 0
-        for row in list(self._running):
+        for row in list(self._queue.running):
             count = min(row.available, self._chunk)
             if count > 1:
                 if count > budget:
                     continue
                 budget -= count
                 # Whoever reads goes to the back: a long prompt does not hold up a short one behind it.
-                self._running.remove(row)
-                self._running.append(row)
+                self._queue.put_last(row)
             if count > 0:
                 spans.append(self._span(row, count, offset))
                 offset += count
@@ -289,7 +251,7 @@ class TransformersEngine:
                     output = EngineOutput(row.id, (), "abort", error=error)
                 outputs.append(row.with_hidden(output, row_hidden))
                 if output.finish_reason:
-                    self._running.remove(row)
+                    self._queue.end(row)
             else:
                 row.keep_hidden(row_hidden)
         return outputs
