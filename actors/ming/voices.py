@@ -106,6 +106,12 @@ class VoiceEncoder:
         """Of the sound that it takes."""
         return self._vae.sample_rate_hz
 
+    @property
+    def most_s(self) -> float:
+        """The longest recording that it takes."""
+        step_latents = self._step // self._vae.samples_per_latent
+        return self._vae.max_latents // step_latents * self._step / self.sample_rate_hz
+
     def __call__(self, samples: np.ndarray) -> Voice:
         """Of mono float32 [n]. Raises InvalidInputError for more than the AudioVAE takes."""
         import soxr
@@ -190,7 +196,8 @@ def _sound(file: Path, sample_rate_hz: int) -> np.ndarray:
 
 
 class MingVoiceEncoder(VoiceEncoderRole):
-    """Learns voices for the talker of a Ming checkpoint (`model`) from recordings of `least_s` to `most_s` seconds.
+    """Learns voices for the talker of a Ming checkpoint (`model`) from recordings of `least_s` to `most_s` seconds,
+    or to what its AudioVAE has room for.
 
     The same recording gives the same voice.
     """
@@ -213,6 +220,7 @@ class MingVoiceEncoder(VoiceEncoderRole):
     async def setup(self) -> None:
         """Load the AudioVAE's encoder and CAM++. Raises WeightsError where one cannot be loaded."""
         self._encode = await self.offload(VoiceEncoder, self._weights.path(), self._device, self._threads)
+        self._most_s = min(self._most_s, self._encode.most_s)
 
     async def run(self, sample: VoiceSample) -> VoiceCode:
         """See the class. Raises InvalidInputError, naming `sample.at`, for what cannot be heard, or is too long."""
@@ -224,9 +232,9 @@ class MingVoiceEncoder(VoiceEncoderRole):
         samples = np.concatenate(blocks)
         audio_s = len(samples) / rate_hz
         if not self._least_s <= audio_s <= self._most_s:
-            heard = f"{audio_s:.1f} s" if clip.ended else f"more than {self._most_s:g} s"
+            heard = f"{audio_s:.1f} s" if clip.ended else f"more than {self._most_s:.3g} s"
             raise InvalidInputError(
-                f"{at}: a recording of {heard} is not taken; send {self._least_s:g} to {self._most_s:g} s", param=at
+                f"{at}: a recording of {heard} is not taken; send {self._least_s:g} to {self._most_s:.3g} s", param=at
             )
         voice = await self.offload(self._encode, samples)
         return VoiceCode(msgspec.msgpack.encode(voice), audio_s)

@@ -160,6 +160,18 @@ async def test_a_recording_of_another_rate_and_channels_is_heard_too(learner: Mi
     assert len(voices[0].latents) == len(voices[1].latents) == 2 * 8 * 12
 
 
+async def test_no_recording_is_taken_that_the_audio_vae_has_no_room_for(folder: Path) -> None:
+    """As long as there is room it is; longer, it is refused by its length."""
+    actor = MingVoiceEncoder(model=str(folder), least_s=0.02)
+    await actor.setup()
+    most = VoiceEncoder(folder).most_s
+    longest = np.resize(recording(4000), int(most * 44100))
+    assert (await actor.run(VoiceSample(wav(longest), at="ref_audio"))).audio_s == pytest.approx(most, abs=1e-4)
+    with pytest.raises(InvalidInputError, match=rf"send 0\.02 to {most:.3g} s") as refused:
+        await actor.run(VoiceSample(wav(np.resize(longest, len(longest) + 4410)), at="ref_audio"))
+    assert refused.value.param == "ref_audio"
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
