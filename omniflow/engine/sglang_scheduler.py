@@ -60,6 +60,7 @@ VERSIONS = ("0.5.17", "0.5.23")
 # Its thread would end the parent of this process where a step takes too long, and never ends; our supervisor watches.
 sglang_scheduler.create_scheduler_watchdog = lambda *args, **kwargs: None
 _OLDEST = (0, 5, 17)
+_PLAIN = Places(None, None)
 _RANKS_IN_CONTEXT = (0, 5, 18)
 """From this version on the scheduler reads its rank from what was published, instead of taking it."""
 
@@ -296,9 +297,8 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         return result
 
     def _read_places(self, batch: Any, asides: list[Aside | None]) -> None:
-        rows, spans = batch.req_pool_indices_cpu.tolist(), _spans(batch)
-        known = [aside for aside in asides if aside is not None]
-        told = [(row, aside.places, *at) for row, aside, at in zip(rows, known, spans, strict=True)]
+        rows, places = batch.req_pool_indices_cpu.tolist(), [aside.places if aside else _PLAIN for aside in asides]
+        told = [(row, each, *span) for row, each, span in zip(rows, places, _spans(batch), strict=True)]
         for tensor in self.model.read(told):
             if self.enable_overlap:
                 tensor.record_stream(self.forward_stream)
@@ -473,7 +473,7 @@ def submit(
         positional_embed_overrides=None if embeds is None else PositionalEmbeds(embeds, list(positions)),
         extra_key=extra_key,
     )
-    scheduler.outbox.asides[rid] = Aside(places or Places(None, None), next_hidden, may_wait)
+    scheduler.outbox.asides[rid] = Aside(places or _PLAIN, next_hidden, may_wait)
     scheduler.process_input_requests([request])
     if held is not None:
         scheduler.waiting_queue[-1].grammar = held

@@ -219,6 +219,19 @@ def test_hidden_states_are_those_of_the_reference(
         assert (mine - wanted)[:first].abs().max() < APART
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_abort_while_a_prompt_is_read(engine: SGLangEngine, reference: TransformersEngine, steps: int) -> None:
+    long, other = (seen(id, PARTS["long image"], 3) for id in ("long", "other"))  # read in 3 chunks
+    engine.start(msgspec.structs.replace(long, hidden="all"))
+    outputs = [output for _ in range(steps) for output in engine.step()]
+    engine.abort("long")
+    found = run(engine, [other])
+    assert [*outputs, *found["long"]][-1].finish_reason == "abort"
+    assert_same(found["other"], run(reference, [other])["other"])
+    assert not engine._scheduler.outbox.asides
+    assert engine.stats().kv_tokens_used == 0
+
+
 def test_places_that_do_not_fit_are_refused_and_the_next_request_runs(engine: SGLangEngine) -> None:
     whole = seen("p", PARTS["image"], 1)
     assert whole.places is not None
