@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import secrets
 import tempfile
-from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, refus
 from omniflow.engine.decoder import DecoderLayer, DecoderShape
 from omniflow.engine.frames import FrameModel, knobs_of
 from omniflow.engine.heads import FrameHead, Knobs, frame_noise
+from omniflow.engine.queue import RunQueue
 from omniflow.engine.sglang import Finish, SGLangEngine, finish_reason, server_settings
 from omniflow.engine.sglang_models.frame_model import SETUP, STOP, FrameSetup, OmniflowFrameModel
 from omniflow.engine.sglang_scheduler import Progress, SteppedScheduler, Way, build
@@ -37,6 +37,14 @@ class Entrance(NamedTuple):
 
     noise: torch.Tensor
     knobs: Knobs
+
+
+class _Queued(NamedTuple):
+    """A request, and the KV slots that it may come to hold."""
+
+    id: str
+    capacity: int
+    request: EngineRequest
 
 
 class FrameScheduler(SteppedScheduler):
@@ -89,36 +97,35 @@ class SGLangFrameEngine(SGLangEngine):
     ) -> None:
         super().__init__(scheduler, max_waiting=max_waiting, deterministic=True)
         scheduler.entrances = {}
-        self._max_running = max_running
         self._max_steps = max_steps
         self._num_codes = scheduler.model.head.num_codes
-        self._queue: deque[EngineRequest] = deque()
+        self._queue: RunQueue[_Queued] = RunQueue(
+            max_running=max_running, max_waiting=max_waiting, kv_tokens=scheduler.kv_tokens()
+        )
+        """Those that run are those that SGLang has."""
 
     def step(self) -> list[EngineOutput]:
         """Run one batch. On a GPU it returns what the batch before it gave."""
-        while self._can_admit():
-            request = self._queue.popleft()
-            super()._submit(request)
-            self._scheduler.entrances[self._running[request.id].rid] = self._entrance(request)
-        return super().step()
+        outputs = [EngineOutput(queued.id, (), "abort") for queued in self._queue.drop_aborted()]
+        for queued in self._queue.admit():
+            super()._submit(queued.request)
+            self._scheduler.entrances[self._running[queued.id].rid] = self._entrance(queued.request)
+        return outputs + super().step()
 
     def abort(self, request_id: str) -> None:
         """Drop a request at the next step; unknown ids are ignored."""
-        queued = next((request for request in self._queue if request.id == request_id), None)
-        if queued is None:
+        if request_id in self._running or request_id in self._open:
             super().abort(request_id)
         else:
-            self._queue.remove(queued)
-            self._aborted.append(request_id)
+            self._queue.abort(request_id)
 
     def has_work(self) -> bool:
         """True while `step` would do something; an open request that waits for input is no work."""
-        return super().has_work() or self._can_admit()
+        return super().has_work() or self._queue.has_work()
 
     def stats(self) -> EngineStats:
         """Counts for metrics and admission; KV tokens are those that running requests may come to hold."""
-        waiting = len(self._queue) + len(self._open)
-        return EngineStats(len(self._running), waiting, self._reserved(), self._scheduler.kv_tokens())
+        return msgspec.structs.replace(self._queue.stats(), num_waiting=self._num_waiting())
 
     def close(self) -> None:
         """Drop all requests and the model."""
@@ -131,33 +138,21 @@ class SGLangFrameEngine(SGLangEngine):
         return self._scheduler.model
 
     def _num_waiting(self) -> int:
-        return len(self._queue) + len(self._open)
+        return self._queue.stats().num_waiting + len(self._open)
 
     def _is_known(self, request_id: str) -> bool:
-        return super()._is_known(request_id) or any(request.id == request_id for request in self._queue)
+        return super()._is_known(request_id) or self._queue.find(request_id) is not None
 
     def _check(self, request: EngineRequest) -> None:
         refuse_hidden(request)
         super()._check(request)
 
     def _submit(self, request: EngineRequest) -> None:
-        self._queue.append(request)
-
-    def _reserved(self) -> int:
-        return sum(self._capacity(running.request) for running in self._running.values())
-
-    def _capacity(self, request: EngineRequest) -> int:
-        return min(len(request.ids) + self._steps(request), self._limit + 1) + OVERSHOOT
+        capacity = min(len(request.ids) + self._steps(request), self._limit + 1) + OVERSHOOT
+        self._queue.wait(_Queued(request.id, capacity, request), request.urgent)
 
     def _steps(self, request: EngineRequest) -> int:
         return min(request.sampling.max_tokens, self._max_steps)
-
-    def _can_admit(self) -> bool:
-        return (
-            bool(self._queue)
-            and len(self._running) < self._max_running
-            and self._reserved() + self._capacity(self._queue[0]) <= self._scheduler.kv_tokens()
-        )
 
     def _entrance(self, request: EngineRequest) -> Entrance:
         seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
@@ -178,6 +173,7 @@ class SGLangFrameEngine(SGLangEngine):
         if progress.finish is not None:
             reason = reason or finish_reason(progress.finish)
             self._forget(running)
+            self._queue.end(next(queued for queued in self._queue.running if queued.id == request_id))
             del self._scheduler.entrances[progress.rid]
         frames = None if stopped or not progress.ids else progress.frames
         return [EngineOutput(request_id, (), reason, (), frames)]
