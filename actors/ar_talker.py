@@ -84,8 +84,9 @@ class ArTalker(TalkerRole, ABC):
 
     Each segment gives one or more `Latents`, the last of them marked; one without a word gives none. With
     `Options.seed` the same segments give the same frames, alone and beside others. `Options.speed` repeats frames or
-    leaves some out. `max_running` utterances step together, `max_waiting` wait for it, then OverloadedError (429).
-    `engine` "sglang" steps under CUDA graphs, in a process of its own.
+    leaves some out. `max_running` utterances step together, the first of each request before others that wait;
+    `max_waiting` wait for it, then OverloadedError (429). `engine` "sglang" steps under CUDA graphs, in a process of
+    its own.
 
     Once a request is heard, its next utterance begins beside the one that is being said, where there is room.
     """
@@ -163,7 +164,11 @@ class ArTalker(TalkerRole, ABC):
         line = speech.lines.popleft()
         sampling = msgspec.structs.replace(self._script.sampling, seed=line.seed, max_tokens=line.prompt.max_steps)
         request = EngineRequest(
-            id=line.id, ids=line.prompt.ids, sampling=sampling, later_codes=self._script.later_codes
+            id=line.id,
+            ids=line.prompt.ids,
+            sampling=sampling,
+            later_codes=self._script.later_codes,
+            urgent=line.is_first,
         )
         outputs = await ahead.enter_async_context(self._loop.generate(request))
         return _Utterance(self._script, line, outputs, speech.speed)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import anyio
@@ -24,6 +25,7 @@ from actors.tiny_talker.talker import DROPPED_STEPS, TinyTalker, TinyTalkerScrip
 from actors.whisper.transcriber import transcribe
 from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.frames import FrameEngine
+from omniflow.engine.loop import Generation
 from omniflow.errors import InvalidInputError, OverloadedError, WeightsError
 from omniflow.media import AudioChunk, Latents, Segment
 from tests.actors.test_piper_phonemes import IPA
@@ -271,6 +273,18 @@ async def test_requests_beyond_the_queue_are_refused_and_the_others_spoken() -> 
     await full.close()
     assert OverloadedError in outcomes
     assert any(outcome != OverloadedError for outcome in outcomes)
+
+
+async def test_the_first_words_of_a_request_are_urgent(talker: TinyTalker, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, generate = [], talker._loop.generate
+
+    def noted(request: EngineRequest) -> AbstractAsyncContextManager[Generation]:
+        asked.append(request)
+        return generate(request)
+
+    monkeypatch.setattr(talker._loop, "generate", noted)
+    await speak(talker, "...", "Yes.", "No.", seed=1)
+    assert [request.urgent for request in asked] == [True, False]
 
 
 async def test_a_cancelled_request_leaves_the_engine(talker: TinyTalker) -> None:
