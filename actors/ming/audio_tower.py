@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -44,8 +45,9 @@ class AudioTower(nn.Module):
         for block in self.audio.blocks:
             x = block(x, lengths)
             yield None
-        heard = self.audio.ln_post(x).split(lengths)
-        rows = [self.linear_proj_audio(clip.T[None])[0].float() for clip in heard]
+        conv, _, *rest = self.linear_proj_audio
+        heard = [convolved(clip, cast("nn.Conv1d", conv)) for clip in self.audio.ln_post(x).split(lengths)]
+        rows = nn.Sequential(*rest)(torch.cat(heard)).float().split([len(each) for each in heard])
         yield [(F.normalize(each, dim=-1) if self._normalise else each).cpu().numpy() for each in rows]
 
 
@@ -67,8 +69,8 @@ class _Encoder(nn.Module):
     positional_embedding: torch.Tensor
 
     def inputs(self, mel: torch.Tensor) -> torch.Tensor:
-        x = F.gelu(self.conv1(mel[None].to(self.conv1.weight)))
-        x = F.gelu(self.conv2(x))[0].T
+        x = F.gelu(convolved(mel.to(self.conv1.weight).T, self.conv1))
+        x = F.gelu(convolved(x, self.conv2))
         return x + self.positional_embedding[: len(x)]
 
 
@@ -103,16 +105,21 @@ class _Block(nn.Module):
         return y
 
 
-class _Transposed(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.transpose(-1, -2)
+def convolved(x: torch.Tensor, conv: nn.Conv1d) -> torch.Tensor:
+    """What `conv` makes of `x` [inputs, channels], as one product of matrices: [outputs, channels].
+
+    On a GPU cuDNN would make a plan for each new length of a clip, and round float32 to TF32.
+    """
+    (kernel,), (stride,), padding = conv.kernel_size, conv.stride, conv.padding[0]
+    windows = F.pad(x, (0, 0, int(padding), int(padding))).unfold(0, kernel, stride)
+    return F.linear(windows.flatten(1), conv.weight.flatten(1), conv.bias)
 
 
 def _projector(config: AudioConfig) -> nn.Sequential:
-    """A convolution that halves the rate, and linear layers: [1, n_state, positions] -> [1, num_rows, hidden]."""
+    """A convolution that halves the rate, and linear layers. The second has no weights: it is there for the names."""
     audio, hidden = config.audio_config, config.llm_config.hidden_size
     kernel, state = audio.ds_kernel_size, audio.whisper_encoder_config.n_state
-    layers: list[nn.Module] = [nn.Conv1d(state, hidden, kernel, audio.ds_stride, kernel // 2), _Transposed()]
+    layers: list[nn.Module] = [nn.Conv1d(state, hidden, kernel, audio.ds_stride, kernel // 2), nn.Identity()]
     for _ in range(1, config.mlp_depth):
         layers += [nn.GELU(), nn.Linear(hidden, hidden)]
     return nn.Sequential(*layers)

@@ -129,13 +129,13 @@ class MingAudioEncoder(Actor):
         import torch
 
         from actors.ming.audio_tower import load_audio_tower
-        from actors.ming.towers_weights import dtype_for
+        from actors.ming.towers_weights import placed
 
         torch.set_num_threads(self._threads)
         tower = load_audio_tower(folder)
         self._filters = mel_filters(tower.sizes.n_mels)
         self._max_frames = 2 * tower.sizes.n_ctx
-        self._tower = tower.to(self._device, dtype_for(self._dtype, self._device))
+        self._tower = placed(tower, self._device, self._dtype)
 
 
 def _digests(request: Waveforms) -> list[bytes]:

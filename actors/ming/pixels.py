@@ -23,6 +23,8 @@ MAX_RATIO = 200
 """Of the sides of an image."""
 FPS = 2.0
 """Frames of a clip that are seen in a second of it."""
+PART = 2_000_000
+"""Pixels of a large image that are made narrower at a time: 30 ms."""
 MIN_CELLS, CLIP_CELLS = 128, 96 * 128
 """Cells of a frame at least, and of half of the frames of a clip together at most."""
 
@@ -40,10 +42,17 @@ class Shown(NamedTuple):
     frame_s: float = 0.0
 
 
-def show_image(picture: Image, where: str, sizes: Vision, pixels: Pixels) -> Shown:
-    """Raises InvalidInputError where it is more than 200 times as long as wide."""
+def show_image(picture: Image, where: str, sizes: Vision, pixels: Pixels) -> Iterator[Shown | None]:
+    """Gives None after each part of a large image, and in the end the image.
+
+    Raises InvalidInputError where it is more than 200 times as long as wide.
+    """
     size = fitting(picture.height, picture.width, sizes.cell, pixels.min_pixels, pixels.max_pixels, where)
-    return cut(_resized(picture, size)[None], sizes)
+    for narrow in _narrowed(picture, size[1]):
+        if narrow is None:
+            yield None
+        else:
+            yield cut(_resized(narrow, size)[None], sizes)
 
 
 def show_clip(clip: VideoClip, where: str, sizes: Vision, max_frames: int) -> Iterator[Shown | None]:
@@ -104,6 +113,26 @@ def cut(frames: np.ndarray, sizes: Vision) -> Shown:
     )
     values = parts.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, sizes.patch_dim)
     return Shown(values, (count // depth, height // patch, width // patch))
+
+
+def _narrowed(picture: Image, width: int) -> Iterator[Image | None]:
+    """Gives None after some rows of a large picture, and in the end the whole of it, `width` wide.
+
+    Pillow's `resize` does all rows before it does columns, and rounds in between: what comes out is what it makes of
+    the picture at once. That took 0.2 s for 12 million pixels, and 0.7 s for 48.
+    """
+    from PIL.Image import Resampling, new
+
+    if picture.width * picture.height <= PART or width >= picture.width:
+        yield picture
+        return
+    narrow = new("RGB", (width, picture.height))
+    rows = max(1, PART // picture.width)
+    for top in range(0, picture.height, rows):
+        part = picture.crop((0, top, picture.width, min(top + rows, picture.height)))
+        narrow.paste(part.resize((width, part.height), Resampling.BICUBIC), (0, top))
+        yield None
+    yield narrow
 
 
 def _resized(picture: Image, size: tuple[int, int]) -> np.ndarray:

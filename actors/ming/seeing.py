@@ -87,7 +87,7 @@ class MingImageEncoder(Actor):
         quiet_pillow()
         await self.offload(self._load, self._weights.path())
         grey = Image.new("RGB", (256, 256), "grey")
-        shown = await self.offload(show_image, grey, "", self._tower.sizes, self._pixels)
+        shown = await run_through(self, show_image(grey, "", self._tower.sizes, self._pixels))
         await run_through(self, self._tower.rows([shown]))
 
     @batched(max_size=MAX_BATCH)
@@ -123,7 +123,7 @@ class MingImageEncoder(Actor):
         sizes = self._tower.sizes
         if not item.is_clip:
             picture = await self.offload(read_picture, item.data, item.where)
-            return await self.offload(show_image, picture, item.where, sizes, self._pixels)
+            return await run_through(self, show_image(picture, item.where, sizes, self._pixels))
         clip = await self.offload(VideoClip, item.data, item.where)
         if clip.seconds > self._max_clip_s:
             raise _invalid(
@@ -148,12 +148,12 @@ class MingImageEncoder(Actor):
         import torch
 
         from actors.ming.towers_config import Pixels
-        from actors.ming.towers_weights import dtype_for
+        from actors.ming.towers_weights import placed
         from actors.ming.vision_tower import load_vision_tower
 
         torch.set_num_threads(self._threads)
         self._pixels = Pixels.load(folder)
-        self._tower = load_vision_tower(folder).to(self._device, dtype_for(self._dtype, self._device))
+        self._tower = placed(load_vision_tower(folder), self._device, self._dtype)
 
 
 def _items(request: Images) -> list[_Item]:

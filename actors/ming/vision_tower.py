@@ -45,9 +45,18 @@ class VisionTower(nn.Module):
 
         An image or a clip has the same rows in any company.
         """
+        order = sorted(range(len(seen)), key=lambda at: seen[at].grid[1:])  # frames of one size attend in one call
+        for passed in self._pass([seen[at] for at in order]):
+            if passed is None:
+                yield None
+            else:
+                found = dict(zip(order, passed, strict=True))
+                yield [found[at] for at in range(len(seen))]
+
+    def _pass(self, seen: Sequence[Shown]) -> Iterator[list[np.ndarray] | None]:
         x = torch.cat([self._inputs(each) for each in seen])
-        turns = [_turns(each.grid, self.sizes) for each in seen]
-        cos, sin = (torch.cat(each).to(x.device) for each in zip(*turns, strict=True))
+        turns = [_turns(each.grid, self.sizes, x.device) for each in seen]
+        cos, sin = (torch.cat(each) for each in zip(*turns, strict=True))
         lengths = [rows * columns for frames, rows, columns in (each.grid for each in seen) for _ in range(frames)]
         for block in self.vision.blocks:
             x = block(x, cos, sin, lengths)
@@ -88,15 +97,15 @@ def _places(table: torch.Tensor, grid: tuple[int, int, int], merge: int) -> torc
     return stretched[patch_order(rows, columns, merge).to(table.device)].repeat(frames, 1).to(table.dtype)
 
 
-def _turns(grid: tuple[int, int, int], sizes: Vision) -> tuple[torch.Tensor, torch.Tensor]:
+def _turns(grid: tuple[int, int, int], sizes: Vision, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [patches, 1, head_dim] by which queries and keys turn: half of them with the row, half with the
     column. The sign of the half-turned part is in the sines.
     """
     frames, rows, columns = grid
-    order = patch_order(rows, columns, sizes.spatial_merge_size)
+    order = patch_order(rows, columns, sizes.spatial_merge_size).to(device)
     dim = sizes.hidden_size // sizes.num_heads
     inverse = 1.0 / ROPE_THETA ** (torch.arange(0, dim // 2, 2, dtype=torch.float32) / (dim // 2))
-    angles = torch.stack([order // columns, order % columns], dim=1)[:, :, None] * inverse
+    angles = torch.stack([order // columns, order % columns], dim=1)[:, :, None] * inverse.to(device)
     angles = angles.flatten(1)[:, None].repeat(frames, 1, 1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)

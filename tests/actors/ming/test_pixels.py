@@ -38,15 +38,33 @@ def bright(shown: Shown, pixels: Pixels) -> np.ndarray:
     return ((colours - mean) / std).reshape(len(colours), -1)
 
 
+def shown_as(picture: Image.Image, name: str, vision: Vision = VISION) -> Shown:
+    *_, shown = show_image(picture, name, vision, PIXELS)
+    assert shown is not None
+    return shown
+
+
 @pytest.mark.parametrize("size", [(80, 60), (400, 300), (33, 777), (1, 1), (97, 31)])
 def test_an_image_is_transformers_patches(size: tuple[int, int]) -> None:
     picture = scene(*size)
-    shown = show_image(picture, "image 1", VISION, PIXELS)
+    shown = shown_as(picture, "image 1")
     values, (grid,) = transformers_patches([picture], VISION, PIXELS)
     assert shown.grid == tuple(grid) and shown.frame_s == 0
     assert shown.values.dtype == np.uint8 and shown.values.shape == (np.prod(grid), 1536)
     assert np.abs(bright(shown, PIXELS) - values).max() <= 1e-5
     assert size == (1, 1) or values.std() > 0.5
+
+
+@pytest.mark.parametrize("size", [(500, 333), (1999, 70), (700, 900)])
+def test_a_large_image_is_made_small_in_steps_to_the_same_pixels(
+    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    whole = shown_as(Image.fromarray(noise), "image 1")
+    monkeypatch.setattr("actors.ming.pixels.PART", 20_000)
+    *parts, shown = show_image(Image.fromarray(noise), "image 1", VISION, PIXELS)
+    assert shown is not None and np.array_equal(shown.values, whole.values)
+    assert len(parts) >= size[0] * size[1] // 20_000 and parts == [None] * len(parts)
 
 
 def test_sizes_are_transformers() -> None:
@@ -59,9 +77,9 @@ def test_sizes_are_transformers() -> None:
 
 
 def test_an_image_that_is_too_long_is_refused() -> None:
-    assert show_image(Image.new("RGB", (800, 4)), "image 1", SMALL, PIXELS).grid[1] == 2
+    assert shown_as(Image.new("RGB", (800, 4)), "image 1", SMALL).grid[1] == 2
     with pytest.raises(InvalidInputError, match=r"^image 4: 801 x 4 pixels are too long; .* 200 times") as refused:
-        show_image(Image.new("RGB", (801, 4)), "image 4", SMALL, PIXELS)
+        shown_as(Image.new("RGB", (801, 4)), "image 4", SMALL)
     assert refused.value.param == "messages"
 
 

@@ -60,6 +60,12 @@ def passes_of(encoder: MingImageEncoder, monkeypatch: pytest.MonkeyPatch) -> lis
     return passes
 
 
+def shown_as(picture: Image.Image, name: str, tower: VisionTower, pixels: Pixels) -> Shown:
+    *_, shown = show_image(picture, name, tower.sizes, pixels)
+    assert shown is not None
+    return shown
+
+
 def rows_by(tower: VisionTower, shown: Shown) -> np.ndarray:
     *_, rows = tower.rows([shown])
     assert rows is not None
@@ -74,9 +80,9 @@ async def test_an_image_and_a_clip_become_the_rows_of_their_patches(encoder: Min
     *_, shown = show_clip(VideoClip(CLIP, "clip 1"), "clip 1", tower.sizes, 256)
     assert shown is not None
     wanted = [
-        show_image(scene(96, 40), "image 1", tower.sizes, pixels),
+        shown_as(scene(96, 40), "image 1", tower, pixels),
         shown,
-        show_image(scene(30, 77), "image 2", tower.sizes, pixels),
+        shown_as(scene(30, 77), "image 2", tower, pixels),
     ]
     assert features.grids == tuple((each.grid[0], each.grid[1] // 2, each.grid[2] // 2) for each in wanted)
     assert features.grids[0] == (1, 5, 12) and features.grids[1][0] == 3

@@ -89,6 +89,20 @@ def test_an_image_has_the_same_rows_in_any_company(tower: VisionTower) -> None:
         assert apart(rows, rows_of(tower, [each])[0]) <= 1e-5
 
 
+def test_frames_of_one_size_attend_in_one_call(tower: VisionTower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sent them: on a GPU a call is a launch in each layer."""
+    shapes: list[tuple[int, ...]] = []
+    attend = F.scaled_dot_product_attention
+
+    def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        shapes.append((query.shape[0], query.shape[2]))
+        return attend(query, key, value)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    rows_of(tower, [patches(grid) for grid in ((1, 4, 6), (1, 2, 2), (1, 4, 6), (3, 4, 6), (1, 2, 2))])
+    assert sorted(shapes) == [(2, 4)] * 4 + [(5, 24)] * 4  # in each of the 4 layers
+
+
 def test_a_clip_is_seen_frame_by_frame(tower: VisionTower) -> None:
     """A frame sees nothing of the others, so a clip's rows are those of its frames as images."""
     clip = patches((3, 4, 8))
