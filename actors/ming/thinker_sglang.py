@@ -18,8 +18,9 @@ from sglang.srt.models.registry import ModelRegistry
 
 from actors.ming.thinker_config import Thinker
 from omniflow.engine.ranks import ALONE, Ranks
-from omniflow.engine.sglang import Decode, SGLangEngine, server_settings
+from omniflow.engine.sglang import SGLangEngine, server_settings
 from omniflow.engine.sglang_scheduler import SteppedScheduler, build
+from omniflow.engine.stops import Decode
 from omniflow.errors import StartError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from omniflow.errors import ProtocolError, RequestError
+from omniflow.errors import RequestError
 from omniflow.media import TokenLogprob
 
 if TYPE_CHECKING:
@@ -75,40 +75,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     follows the prompt, as if it had made them."""
     urgent: bool = False
     """Someone waits for its first output in silence: an engine may let it run before others that wait."""
-
-
-def refuse_before(request: EngineRequest) -> None:
-    """For engines without a flow head. Raises ProtocolError for latents before."""
-    if request.before is not None:
-        raise ProtocolError("latents before it need an engine with a flow head", request_id=request.id)
-
-
-def refuse_kinds(request: EngineRequest) -> None:
-    """For engines whose models know one kind of input only. Raises ProtocolError for `places` and `kinds`."""
-    refuse_before(request)
-    if request.places is not None or request.kinds is not None:
-        raise ProtocolError("places and kinds need a model of several kinds", request_id=request.id)
-
-
-def check_kinds(request: EngineRequest, known: bool) -> None:
-    """Raises ProtocolError where `places` or `kinds` do not fit the prompt, or its model knows no kinds."""
-    refuse_before(request)
-    length = len(request.ids)
-    for name, given, shape in (("places", request.places, (3, length)), ("kinds", request.kinds, (length,))):
-        if given is None:
-            continue
-        if not known or request.open:
-            raise ProtocolError(f"{name} need a model of several kinds and a whole prompt", request_id=request.id)
-        if given.shape != shape:
-            raise ProtocolError(
-                f"{name} of shape {list(given.shape)}; this prompt takes {list(shape)}", request_id=request.id
-            )
-
-
-def refuse_hidden(request: EngineRequest) -> None:
-    """For engines that give frames. Raises ProtocolError where hidden states are asked for."""
-    if request.hidden is not None:
-        raise ProtocolError("an engine of frames gives no hidden states", request_id=request.id)
 
 
 class EngineOutput(msgspec.Struct, frozen=True):

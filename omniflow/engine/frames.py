@@ -16,7 +16,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling, refuse_hidden, refuse_kinds
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling
+from omniflow.engine.checks import check_rows, refuse_kinds, refuse_text
 from omniflow.engine.decoder import Decoder, DecoderShape, attend_last
 from omniflow.engine.heads import STATE_SIZE, FrameHead, Knobs, frame_noise
 from omniflow.engine.linear import pack_linears
@@ -78,7 +79,7 @@ class FrameEngine:
             return
         if not row.open:
             raise ProtocolError(f"request {request_id} is not open for more input", request_id=request_id)
-        _check_rows(request_id, rows, self._model.shape.hidden_size)
+        check_rows(request_id, rows, self._model.shape.hidden_size)
         if done and row.length + len(rows) == 0:
             raise InvalidInputError("nothing was fed: a generation needs at least 1 input", request_id=request_id)
         capacity = self._capacity(request_id, row.length + len(rows), row.sampling)
@@ -249,7 +250,7 @@ def _attend(
 def embedded(request: EngineRequest, embedding: nn.Embedding) -> torch.Tensor:
     """The inputs [n, hidden] of a prompt: embeddings of its ids, and its own rows in their places."""
     refuse_kinds(request)
-    refuse_hidden(request)
+    refuse_text(request)
     ids, size = request.ids, embedding.num_embeddings
     if ids and not 0 <= min(ids) <= max(ids) < size:
         raise ProtocolError(f"an id is outside of the vocabulary of {size}", request_id=request.id)
@@ -261,16 +262,9 @@ def embedded(request: EngineRequest, embedding: nn.Embedding) -> torch.Tensor:
         wanted = wanted.pin_memory()  # else the copy would wait for the step that the GPU is at
     inputs: torch.Tensor = embedding(wanted.to(device, non_blocking=True)).detach()
     if request.embeds is not None:
-        _check_rows(request.id, request.embeds, embedding.embedding_dim)
+        check_rows(request.id, request.embeds, embedding.embedding_dim)
         inputs[list(request.positions)] = request.embeds.to(inputs)
     return inputs
-
-
-def _check_rows(request_id: str, rows: torch.Tensor, width: int) -> None:
-    if rows.ndim != 2 or rows.shape[1] != width:
-        raise ProtocolError(
-            f"embeddings of shape {list(rows.shape)}; this model takes [n, {width}]", request_id=request_id
-        )
 
 
 def knobs_of(request: EngineRequest, num_codes: int, device: torch.device) -> Knobs:

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, check_kinds
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
+from omniflow.engine.checks import check_length, check_prompt, check_rows
 from omniflow.engine.places import Places
 from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.sglang_scheduler import Held, Progress, SteppedScheduler, Way, abort, build, close, submit
+from omniflow.engine.stops import Decode, has_stopped
 from omniflow.errors import (
-    ContextLengthError,
     InvalidInputError,
     OverloadedError,
     ProtocolError,
@@ -36,7 +36,6 @@ from omniflow.errors import (
 if TYPE_CHECKING:
     from omniflow.engine.grammar import Grammars
 
-Decode = Callable[[list[int]], str]
 Finish = Literal["stop", "length", "abort"]
 
 
@@ -129,10 +128,10 @@ class SGLangEngine:
             if self._is_known(request_id):
                 raise ProtocolError(f"request {request_id} is not open for more input", request_id=request_id)
             return
-        self._check_rows(request_id, rows)
+        check_rows(request_id, rows, self._hidden_size)
         waiting.rows.append(rows)
         length = len(waiting.request.ids) + sum(map(len, waiting.rows))
-        self._check_length(request_id, length)
+        check_length(request_id, length, self._limit)
         if done:
             if length == 0:
                 raise InvalidInputError("nothing was fed: a generation needs at least 1 input", request_id=request_id)
@@ -255,7 +254,7 @@ class SGLangEngine:
                 return ids, "stop"
             ids.append(token)
             running.generated.append(token)
-            if self._stops(running):
+            if has_stopped(running.generated, running.request.stop, self._decode):
                 return ids, "stop"
         if running.held is not None and running.held.ended:
             return ids, "stop"
@@ -267,48 +266,18 @@ class SGLangEngine:
         del self._running[running.request.id]
         del self._ids[running.rid]
 
-    def _stops(self, running: _Running) -> bool:
-        stops = running.request.stop
-        if not stops or self._decode is None:
-            return False
-        # A token is at least one byte, so a stop string that ends with the newest token began within this window.
-        window = max(len(stop.encode()) for stop in stops) + 8
-        text = self._decode(running.generated[-window:])
-        return any(stop in text for stop in stops)
-
     def _check(self, request: EngineRequest) -> None:
         if self._is_known(request.id):
             raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
-        if not request.ids and not request.open:
-            raise InvalidInputError("the prompt is empty: it needs at least 1 token", request_id=request.id)
-        check_kinds(request, self._scheduler.knows_kinds)
-        if request.stop and self._decode is None:
-            raise ProtocolError("stop strings need an engine with `decode`", request_id=request.id)
-        biased = [token for token, _ in request.sampling.logit_bias]
-        if any(not 0 <= token < self._vocab_size for token in (*request.ids, *biased)):
-            raise ProtocolError(f"a token id is outside of the vocabulary of {self._vocab_size}", request_id=request.id)
-        if request.embeds is not None:
-            self._check_rows(request.id, request.embeds)
-        num_rows = 0 if request.embeds is None else len(request.embeds)
-        if num_rows != len(request.positions):
-            raise ProtocolError(f"{num_rows} embeddings for {len(request.positions)} positions", request_id=request.id)
-        if any(not 0 <= position < len(request.ids) for position in request.positions):
-            raise ProtocolError("an embedding lies outside of the prompt", request_id=request.id)
-        self._check_length(request.id, len(request.ids))
+        check_prompt(
+            request,
+            vocab_size=self._vocab_size,
+            width=self._hidden_size,
+            decodes=self._decode is not None,
+            knows_kinds=self._scheduler.knows_kinds,
+        )
+        check_length(request.id, len(request.ids), self._limit)
         self._check_seed(request)
-
-    def _check_rows(self, request_id: str, rows: torch.Tensor) -> None:
-        if rows.ndim != 2 or rows.shape[1] != self._hidden_size:
-            raise ProtocolError(
-                f"embeddings of shape {list(rows.shape)}; this model takes [n, {self._hidden_size}]",
-                request_id=request_id,
-            )
-
-    def _check_length(self, request_id: str, length: int) -> None:
-        if length > self._limit:
-            raise ContextLengthError(
-                f"the prompt has {length} tokens; at most {self._limit} fit", request_id=request_id, param="messages"
-            )
 
     def _check_seed(self, request: EngineRequest) -> None:
         """SGLang ignores a seed in silence unless all of it is deterministic."""

@@ -17,7 +17,8 @@ import msgspec
 import torch
 from sglang.srt.models.registry import ModelRegistry
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, refuse_hidden
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
+from omniflow.engine.checks import refuse_text
 from omniflow.engine.decoder import DecoderLayer, DecoderShape
 from omniflow.engine.frames import FrameModel, knobs_of
 from omniflow.engine.heads import FrameHead, Knobs, frame_noise
@@ -144,7 +145,7 @@ class SGLangFrameEngine(SGLangEngine):
         return super()._is_known(request_id) or self._queue.find(request_id) is not None
 
     def _check(self, request: EngineRequest) -> None:
-        refuse_hidden(request)
+        refuse_text(request)
         super()._check(request)
 
     def _submit(self, request: EngineRequest) -> None:

@@ -9,7 +9,6 @@ by request with exactly its own keys and values, so no request ever sees another
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,13 +17,14 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling, check_kinds
+from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling
+from omniflow.engine.checks import check_length, check_prompt, check_rows
 from omniflow.engine.linear import pack_linears
 from omniflow.engine.queue import RunQueue
 from omniflow.engine.rows import ATTENTION, Row, Span
 from omniflow.engine.sampling import token_logprob
+from omniflow.engine.stops import Decode, has_stopped
 from omniflow.errors import (
-    ContextLengthError,
     InvalidInputError,
     ProtocolError,
     RequestError,
@@ -35,8 +35,6 @@ from omniflow.errors import (
 
 if TYPE_CHECKING:
     from omniflow.engine.grammar import Grammars, Matcher
-
-Decode = Callable[[list[int]], str]
 
 
 class TransformersEngine:
@@ -96,11 +94,11 @@ class TransformersEngine:
             return
         if not row.open:
             raise ProtocolError(f"request {request_id} is not open for more input", request_id=request_id)
-        self._check_rows(request_id, rows)
+        check_rows(request_id, rows, self._embedding.embedding_dim)
         length = len(row.ids) + len(rows)
         if done and length == 0:
             raise InvalidInputError("nothing was fed: a generation needs at least 1 input", request_id=request_id)
-        self._check_length(request_id, length)
+        check_length(request_id, length, self._limit - 1)
         capacity = self._capacity(length, row.sampling)
         self._queue.check_growth(row, capacity)
         row.feed(rows)
@@ -136,41 +134,14 @@ class TransformersEngine:
 
     def _check(self, request: EngineRequest) -> None:
         self._queue.check_new(request.id)
-        if not request.ids and not request.open:
-            raise InvalidInputError("the prompt is empty: it needs at least 1 token", request_id=request.id)
-        if request.stop and self._decode is None:
-            raise ProtocolError("stop strings need an engine with `decode`", request_id=request.id)
-        if request.ids and not 0 <= min(request.ids) <= max(request.ids) < self._embedding.num_embeddings:
-            raise ProtocolError(
-                f"a token id is outside of the vocabulary of {self._embedding.num_embeddings}", request_id=request.id
-            )
-        self._check_bias(request)
-        if request.embeds is not None:
-            self._check_rows(request.id, request.embeds)
-        num_rows = 0 if request.embeds is None else len(request.embeds)
-        if num_rows != len(request.positions):
-            raise ProtocolError(f"{num_rows} embeddings for {len(request.positions)} positions", request_id=request.id)
-        if any(not 0 <= position < len(request.ids) for position in request.positions):
-            raise ProtocolError("an embedding lies outside of the prompt", request_id=request.id)
-        check_kinds(request, self._media)
-        self._check_length(request.id, len(request.ids))
-
-    def _check_rows(self, request_id: str, rows: torch.Tensor) -> None:
-        width = self._embedding.embedding_dim
-        if rows.ndim != 2 or rows.shape[1] != width:
-            raise ProtocolError(
-                f"embeddings of shape {list(rows.shape)}; this model takes [n, {width}]", request_id=request_id
-            )
-
-    def _check_bias(self, request: EngineRequest) -> None:
-        size = self._embedding.num_embeddings
-        for token, _ in request.sampling.logit_bias:
-            if not 0 <= token < size:
-                raise InvalidInputError(
-                    f"logit_bias names the token {token}; this model has those from 0 to {size - 1}",
-                    request_id=request.id,
-                    param="logit_bias",
-                )
+        check_prompt(
+            request,
+            vocab_size=self._embedding.num_embeddings,
+            width=self._embedding.embedding_dim,
+            decodes=self._decode is not None,
+            knows_kinds=self._media,
+        )
+        check_length(request.id, len(request.ids), self._limit - 1)
 
     def _matcher(self, request: EngineRequest) -> Matcher | None:
         if request.grammar is None:
@@ -178,13 +149,6 @@ class TransformersEngine:
         if self._grammars is None:
             raise UnsupportedError("this engine was started without grammars", request_id=request.id)
         return self._grammars.matcher(request.grammar)
-
-    def _check_length(self, request_id: str, length: int) -> None:
-        limit = self._limit - 1
-        if length > limit:
-            raise ContextLengthError(
-                f"the prompt has {length} tokens; at most {limit} fit", request_id=request_id, param="messages"
-            )
 
     def _capacity(self, length: int, sampling: Sampling) -> int:
         return min(length + sampling.max_tokens, self._limit)
@@ -264,21 +228,13 @@ class TransformersEngine:
         row.generated.append(token)
         row.ids.append(token)
         reason: Literal["stop", "length"] | None = None
-        if row.complete or self._stops(row):
+        if row.complete or has_stopped(row.generated, row.stop, self._decode):
             reason = "stop"
         elif len(row.generated) >= row.sampling.max_tokens or len(row.ids) >= row.cache.capacity:
             reason = "length"
         top = row.sampling.top_logprobs
         logprobs = () if top is None else (token_logprob(logits, token, top),)
         return EngineOutput(row.id, (token,), reason, logprobs)
-
-    def _stops(self, row: Row) -> bool:
-        if not row.stop or self._decode is None:
-            return False
-        # A token is at least one byte, so a stop string that ends with the newest token began within this window.
-        window = max(len(stop.encode()) for stop in row.stop) + 8
-        text = self._decode(row.generated[-window:])
-        return any(stop in text for stop in row.stop)
 
 
 def _check_attention(config: PretrainedConfig) -> None:

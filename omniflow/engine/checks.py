@@ -1,0 +1,98 @@
+"""What engines refuse of a request before any of it is computed, in the same words.
+
+ProtocolError is a mistake of whoever drives the engine; InvalidInputError names a field of the user's request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omniflow.errors import ContextLengthError, InvalidInputError, ProtocolError
+
+if TYPE_CHECKING:
+    import torch
+
+    from omniflow.engine.base import EngineRequest
+
+
+def check_prompt(request: EngineRequest, *, vocab_size: int, width: int, decodes: bool, knows_kinds: bool) -> None:
+    """For engines of text on a model of `vocab_size` tokens whose embeddings are `width` wide.
+
+    Raises InvalidInputError for an empty prompt and a biased token that there is not, ProtocolError for all else.
+    """
+    if not request.ids and not request.open:
+        raise InvalidInputError("the prompt is empty: it needs at least 1 token", request_id=request.id)
+    if request.stop and not decodes:
+        raise ProtocolError("stop strings need an engine with `decode`", request_id=request.id)
+    if request.ids and not 0 <= min(request.ids) <= max(request.ids) < vocab_size:
+        raise ProtocolError(f"a token id is outside of the vocabulary of {vocab_size}", request_id=request.id)
+    for token, _ in request.sampling.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise InvalidInputError(
+                f"logit_bias names the token {token}; this model has those from 0 to {vocab_size - 1}",
+                request_id=request.id,
+                param="logit_bias",
+            )
+    _check_embeds(request, width)
+    _check_kinds(request, knows_kinds)
+
+
+def check_rows(request_id: str, rows: torch.Tensor, width: int) -> None:
+    """Raises ProtocolError where `rows` are not [n, width]."""
+    if rows.ndim != 2 or rows.shape[1] != width:
+        raise ProtocolError(
+            f"embeddings of shape {list(rows.shape)}; this model takes [n, {width}]", request_id=request_id
+        )
+
+
+def _check_embeds(request: EngineRequest, width: int) -> None:
+    if request.embeds is not None:
+        check_rows(request.id, request.embeds, width)
+    num_rows = 0 if request.embeds is None else len(request.embeds)
+    if num_rows != len(request.positions):
+        raise ProtocolError(f"{num_rows} embeddings for {len(request.positions)} positions", request_id=request.id)
+    if any(not 0 <= position < len(request.ids) for position in request.positions):
+        raise ProtocolError("an embedding lies outside of the prompt", request_id=request.id)
+
+
+def _check_kinds(request: EngineRequest, known: bool) -> None:
+    """Raises ProtocolError where `places` or `kinds` do not fit the prompt, or its model knows no kinds."""
+    _refuse_before(request)
+    length = len(request.ids)
+    for name, given, shape in (("places", request.places, (3, length)), ("kinds", request.kinds, (length,))):
+        if given is None:
+            continue
+        if not known or request.open:
+            raise ProtocolError(f"{name} need a model of several kinds and a whole prompt", request_id=request.id)
+        if given.shape != shape:
+            raise ProtocolError(
+                f"{name} of shape {list(given.shape)}; this prompt takes {list(shape)}", request_id=request.id
+            )
+
+
+def refuse_kinds(request: EngineRequest) -> None:
+    """For engines whose models know one kind of input only. Raises ProtocolError for `places` and `kinds`."""
+    _refuse_before(request)
+    if request.places is not None or request.kinds is not None:
+        raise ProtocolError("places and kinds need a model of several kinds", request_id=request.id)
+
+
+def refuse_text(request: EngineRequest) -> None:
+    """For engines that give frames. Raises ProtocolError where hidden states are asked for, or a grammar."""
+    if request.hidden is not None:
+        raise ProtocolError("an engine of frames gives no hidden states", request_id=request.id)
+    if request.grammar is not None:
+        raise ProtocolError("an engine of frames gives no text that a grammar could hold", request_id=request.id)
+
+
+def _refuse_before(request: EngineRequest) -> None:
+    if request.before is not None:
+        raise ProtocolError("latents before it need an engine with a flow head", request_id=request.id)
+
+
+def check_length(request_id: str, length: int, most: int) -> None:
+    """For engines of text. Raises ContextLengthError for a prompt of more than `most` tokens."""
+    if length > most:
+        raise ContextLengthError(
+            f"the prompt has {length} tokens; at most {most} fit", request_id=request_id, param="messages"
+        )
