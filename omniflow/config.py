@@ -58,7 +58,8 @@ class RuntimeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_pool_bytes: Annotated[
         int,
         Meta(
-            ge=0, description="GPU memory that one host may hold for tensors on their way; 0: they go through the host"
+            ge=0,
+            description="size of a host's pool of GPU memory for tensors on their way; 0: they go through the host",
         ),
     ] = 2**28
     between_gpus: Annotated[

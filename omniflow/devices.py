@@ -22,7 +22,7 @@ LANES = ("cuda_ipc", "nccl")
 
 
 class Gpus(msgspec.Struct, frozen=True):
-    """What a host may use: GPUs by their numbers on this machine, bytes of each, and bytes of its pool for values.
+    """What a host may use: GPUs by their numbers on this machine, bytes of each, and bytes of a pool for values.
 
     `cap_bytes` 0: its stages name no budget, so nothing holds them. A host of several `ranks` is as many processes,
     which see all of its GPUs and use one each.
@@ -49,7 +49,7 @@ class Gpus(msgspec.Struct, frozen=True):
 def gpus_of(host: PlannedHost) -> Gpus:
     """What a host of a plan may use."""
     numbers = tuple(int(device.removeprefix("gpu:")) for device in host.devices if device != "cpu")
-    return Gpus(numbers, host.device_bytes, host.pool_bytes, host.ranks)
+    return Gpus(numbers, host.device_bytes, host.lane_bytes, host.ranks)
 
 
 def cap_memory(gpus: Gpus, stages: Sequence[Stage], rank: int = 0) -> None:
@@ -72,7 +72,7 @@ def cap_memory(gpus: Gpus, stages: Sequence[Stage], rank: int = 0) -> None:
 
 
 class Lanes:
-    """Makes the lanes of a host's links. They share one pool of device memory."""
+    """Makes the lanes of a host's links. Those to hosts on the same GPU share one pool of device memory."""
 
     def __init__(self, name: str, gpus: Gpus, edges: Sequence[PlannedEdge]) -> None:
         self._between: dict[str, list[PlannedEdge]] = {}
@@ -97,7 +97,7 @@ class Lanes:
         if between[0].transport == "nccl":
             lane = NcclLane("nccl", self._limit_bytes, sends=sends, receives=receives)
         else:
-            lane = CudaIpcLane(self._pool, map_memory, sends=sends, receives=receives)
+            lane = CudaIpcLane(self._pool, map_memory, sends=sends, receives=receives, far=between[0].far)
         self._lanes[peer] = lane
         self._made.set()
         self._made = anyio.Event()

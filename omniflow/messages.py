@@ -140,7 +140,8 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 class LaneOffer(msgspec.Struct, frozen=True, array_like=True, tag=30):
     """Producer -> consumer: device tensors can come by a lane of this kind. `device` is the producer's GPU, by its
-    UUID; of memory that is shared come the size and two descriptors.
+    UUID; of memory that is shared come the size and two descriptors. A size without descriptors asks a consumer on
+    another GPU for so much of its own.
     """
 
     kind: str

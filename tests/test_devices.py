@@ -87,6 +87,14 @@ def test_an_actor_is_told_the_kind_of_its_device() -> None:
     assert [arguments_of(stage)["device"] for stage in stages] == ["gpu", "gpu", "gpu", "cpu"]
 
 
+async def test_lanes_know_which_peer_is_on_another_gpu() -> None:
+    lanes = lanes_of(planned(between_gpus="cuda_ipc"), "second")
+    one, two = lanes.to("first"), lanes.to("third")
+    assert isinstance(one, CudaIpcLane) and isinstance(two, CudaIpcLane)
+    assert (one._far, two._far) == (False, True)
+    assert one.pool is two.pool and one.pool.limit_bytes == 2**28
+
+
 async def test_which_links_have_lanes() -> None:
     found = planned()
     first, second, third = (lanes_of(found, name) for name in ("first", "second", "third"))

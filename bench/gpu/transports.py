@@ -59,8 +59,9 @@ def repeats_of(size: int) -> int:
 
 
 def lane_of(kind: str) -> Lane | None:
-    if kind == "cuda_ipc":
-        return CudaIpcLane(DevicePool(POOL, take_memory), map_memory, sends=True, receives=True)
+    if kind.startswith("cuda_ipc"):
+        far = kind.endswith("far")
+        return CudaIpcLane(DevicePool(POOL, take_memory), map_memory, sends=True, receives=True, far=far)
     return NcclLane("nccl", POOL, sends=True, receives=True) if kind == "nccl" else None
 
 
@@ -554,12 +555,16 @@ def parts() -> dict[str, Callable[[], Any]]:
             "bare torch.distributed": bare_nccl,
             "peer copy in one process": peer_copy,
             "nccl between GPUs": lambda: anyio.run(hops, "nccl", 1),
-            "cuda_ipc between GPUs": lambda: anyio.run(hops, "cuda_ipc", 1),
+            "cuda_ipc between GPUs": lambda: anyio.run(hops, "cuda_ipc, far", 1),
             "host bounce between GPUs": lambda: anyio.run(hops, "host", 1),
             "kill -9 of the reader, nccl": lambda: anyio.run(killed_reader, "nccl", 1),
             "kill -9 of the writer, nccl": lambda: anyio.run(killed_writer, "nccl", 1),
-            "kill -9 of the reader, cuda_ipc between GPUs": lambda: anyio.run(killed_reader, "cuda_ipc", 1),
-            "kill -9 of the writer, cuda_ipc between GPUs": lambda: anyio.run(killed_writer, "cuda_ipc", 1),
+            "kill -9 of the reader, cuda_ipc between GPUs": lambda: anyio.run(
+                killed_reader, "cuda_ipc between GPUs", 1
+            ),
+            "kill -9 of the writer, cuda_ipc between GPUs": lambda: anyio.run(
+                killed_writer, "cuda_ipc between GPUs", 1
+            ),
         }
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,8 +32,7 @@ def plan(spec: GraphSpec, cluster: Cluster, config: RuntimeConfig | None = None)
         for number, edge in enumerate((*spec.inputs, *spec.edges, *spec.outputs))
         if edge.source not in spec.absent and edge.target not in spec.absent
     ]
-    firsts = {host.name: host.devices[0] for host in hosts}
-    hosts = tuple(_with_pool(host, edges, firsts, config) for host in hosts)
+    hosts = tuple(_with_pool(host, edges, config) for host in hosts)
     _refuse_over_gpus(spec, hosts, cluster)
     return Plan(spec, cluster, hosts, tuple(edges))
 
@@ -260,20 +259,21 @@ def _by_number(device: str) -> tuple[int, str]:
     return len(device), device
 
 
-def _with_pool(
-    host: PlannedHost, edges: Iterable[PlannedEdge], devices: Mapping[str, str], config: RuntimeConfig
-) -> PlannedHost:
-    """Hosts whose tensors stay on GPUs get a pool for them, of one size whoever starts first: those that send, and
-    those that others write to from another GPU.
+def _with_pool(host: PlannedHost, edges: Iterable[PlannedEdge], config: RuntimeConfig) -> PlannedHost:
+    """Hosts whose tensors stay on GPUs get pools for them, of one size whoever starts first: one for all that they
+    send, but what goes to another GPU by cuda_ipc is written to a pool there, which is one sender's alone.
     """
-    sends = any(edge.source_host == host.name and edge.transport in ("cuda_ipc", "nccl") for edge in edges)
-    gets = any(
-        edge.target_host == host.name
-        and edge.transport == "cuda_ipc"
-        and devices[edge.source_host] != devices[host.name]
+    size = config.device_pool_bytes
+    out = [edge for edge in edges if edge.source_host == host.name and edge.transport in ("cuda_ipc", "nccl")]
+    own = any(edge.transport == "nccl" or not edge.far for edge in out)
+    writers = {
+        edge.source_host
         for edge in edges
-    )
-    return msgspec.structs.replace(host, pool_bytes=config.device_pool_bytes) if sends or gets else host
+        if edge.target_host == host.name and edge.transport == "cuda_ipc" and edge.far
+    }
+    if not out and not writers:
+        return host
+    return msgspec.structs.replace(host, pool_bytes=size * (own + len(writers)), lane_bytes=size)
 
 
 def _refuse_over_memory(hosts: tuple[PlannedHost, ...], cluster: Cluster) -> None:
@@ -311,6 +311,7 @@ def _planned_edge(
     return PlannedEdge(
         number, edge.kind, edge.source, edge.source_port, edge.target, edge.target_port, carried, bound, edge.loop,
         source, target, transport, reason, edge.policy,
+        transport in ("cuda_ipc", "nccl") and host_of[edge.source].devices[0] != host_of[edge.target].devices[0],
     )  # fmt: skip
 
 

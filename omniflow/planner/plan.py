@@ -34,9 +34,11 @@ class PlannedHost(msgspec.Struct, frozen=True):
     device_bytes: int = 0
     """What its stages may take of each of its GPUs; 0 where one of them does not say."""
     pool_bytes: int = 0
-    """Memory of its first GPU, beside that, for values on their way: those that it sends to other hosts, or gets from
-    another GPU by cuda_ipc.
+    """Memory of its first GPU, beside that, for values on their way: a pool for those that it sends, unless they go
+    to other GPUs by cuda_ipc, and one for each host of another GPU that sends to it by cuda_ipc.
     """
+    lane_bytes: int = 0
+    """The size of one such pool; what it sends to a host of another GPU lies in one of that host's."""
     ranks: int = 1
 
 
@@ -57,6 +59,8 @@ class PlannedEdge(msgspec.Struct, frozen=True):
     transport: Transport
     reason: str
     policy: Policy = "block"
+    far: bool = False
+    """Its hosts are on different GPUs."""
 
     def __str__(self) -> str:
         return f"{self.source}.{self.source_port} -> {self.target}.{self.target_port}"

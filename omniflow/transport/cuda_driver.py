@@ -129,6 +129,7 @@ class CudaMemory(DeviceMemory):
         self.size_bytes = size
         self.device = device
         self.is_near = device == gpu.uuid
+        """True where it lies on this process's own GPU: `view` is for that."""
         self._gpu = gpu
         self._descriptors = descriptors
         self._thread = 0
@@ -158,6 +159,7 @@ class CudaMemory(DeviceMemory):
         self._ask("cuMemcpyDtoDAsync", self._address + offset, tensor.data_ptr(), num_bytes, self._stream)
 
     def copy_out(self, offset: int, length: int) -> torch.Tensor:
+        """A copy of a range on this process's GPU, in the order of the stream."""
         import torch
 
         copy = torch.empty(length, dtype=torch.uint8, device=f"cuda:{self._gpu.index}")

@@ -4,8 +4,8 @@ A host that sends has one pool of device memory for its GPU, taken once. Each pe
 copied to a block of the pool in the order of the default stream; the message names the block, and the receiver's
 tensors are views of it. When the last of them dies, the block returns by the same message as a slab's.
 
-A receiver on another GPU answers with a pool of its own, which the sender maps and copies to: a copy to another GPU
-begins before the receiver has heard of it, and what arrives is near.
+Between two GPUs it is the receiver that has the pool, one for each sender, which maps it and copies to it: a copy to
+another GPU begins before the receiver has heard of it, and what arrives is near.
 
 What orders the two devices is not an event but a pair of words for each slot, in host memory that both processes and
 both GPUs see: the producer's stream writes which generation it has filled, the consumer's which it is through with.
@@ -50,8 +50,6 @@ class DeviceMemory(ABC):
     size_bytes: int
     device: str
     """The device by a name that is the same in all processes; empty for the host."""
-    is_near: bool
-    """True where the memory lies on this process's own device, so that views of it can be handed out."""
     words: memoryview
     """uint32 [NUM_SLOTS, 2], as the host sees them."""
 
@@ -66,10 +64,6 @@ class DeviceMemory(ABC):
     @abstractmethod
     def view(self, offset: int, length: int) -> tuple[torch.Tensor, object]:
         """A tensor (uint8) over a range, and what lives as long as any view of it; both keep the memory mapped."""
-
-    @abstractmethod
-    def copy_out(self, offset: int, length: int) -> torch.Tensor:
-        """A copy of a range on this process's device, in the order of the stream."""
 
     @abstractmethod
     def write(self, slot: int, word: int, value: int) -> None:
@@ -206,7 +200,10 @@ def reached(word: int, generation: int) -> bool:
 
 
 class CudaIpcLane(Lane):
-    """One end. `attach` maps the peer's memory from its offer: (memory's and words' descriptors, size, device)."""
+    """One end. `attach` maps the peer's memory from its offer: (memory's and words' descriptors, size, device).
+
+    `far`: the other end is on another GPU, and the receiver has the memory; `pool` gives what is sent otherwise.
+    """
 
     kind = "cuda_ipc"
 
@@ -217,20 +214,21 @@ class CudaIpcLane(Lane):
         *,
         sends: bool,
         receives: bool,
+        far: bool = False,
         device_type: str = "cuda",
     ) -> None:
         super().__init__(sends=sends, receives=receives)
+        self._shared = pool
         self.pool: DevicePool = pool
         self.device_type = device_type
         self._attach = attach
+        self._far = far
         self._offered = anyio.Event()
-        self._offer: tuple[LaneOffer, tuple[int, int]] | None = None
+        self._offer: tuple[LaneOffer, Sequence[int]] | None = None
         self._answered = anyio.Event()
         self._answer: tuple[LaneAnswer, tuple[int, int]] | None = None
-        self._writes_there = False
-        """True where the pool that we send by is the peer's memory, for this lane alone."""
         self._theirs: DeviceMemory | None = None
-        """What we read: the peer's memory, or where it writes to ours, that."""
+        """What we read: the peer's memory, or what it writes to."""
         self._awaited: dict[int, tuple[int, Origin]] = {}
         self._sent: dict[int, int] = {}
         self._closed = False
@@ -243,6 +241,11 @@ class CudaIpcLane(Lane):
     async def _make_offer(self, port: LanePort) -> None:
         if not self.sends:
             return
+        if self._far:
+            port.send(LaneOffer(self.kind, "", self.pool.limit_bytes))
+            await self._answered.wait()
+            await self._write_there(port)
+            return
         try:
             memory = await self.pool.open()
         except DeviceError as error:
@@ -251,11 +254,9 @@ class CudaIpcLane(Lane):
             return
         if not self._closed:
             port.send(LaneOffer(self.kind, memory.device, memory.size_bytes), memory.descriptors())
-            await self._answered.wait()
-            await self._write_there(port)
 
     async def _write_there(self, port: LanePort) -> None:
-        """Send by the memory of the peer, if it has answered with some."""
+        """Send by the memory of the peer, for this lane alone, if it has answered with some."""
         if self._answer is None:
             return
         (answer, descriptors), self._answer = self._answer, None
@@ -264,7 +265,7 @@ class CudaIpcLane(Lane):
         if isinstance(found, str):
             self.refuse(found, port.peer)
         elif not self._closed:
-            self.pool, self._writes_there = DevicePool(answer.size_bytes, self.pool.make, found), True
+            self.pool = DevicePool(answer.size_bytes, self.pool.make, found)
             super().on_answer(LaneAnswer(), port.peer)
 
     async def _accept(self, port: LanePort) -> None:
@@ -272,22 +273,22 @@ class CudaIpcLane(Lane):
         if self._offer is None:
             return
         (offer, descriptors), self._offer = self._offer, None
-        found = await anyio.to_thread.run_sync(_outcome, self._attach, *descriptors, offer.size_bytes, offer.device)
+        size = offer.size_bytes
+        if self._far:
+            found = await anyio.to_thread.run_sync(_outcome, self.pool.make, size)
+        else:
+            memory, words = descriptors
+            found = await anyio.to_thread.run_sync(_outcome, self._attach, memory, words, size, offer.device)
         _close_all(descriptors)
-        near: DeviceMemory | str = ""
-        if not isinstance(found, str) and not found.is_near:
-            # Where there is none to be had, what comes is copied out of the peer's.
-            near = await anyio.to_thread.run_sync(_outcome, self.pool.make, offer.size_bytes)
         if isinstance(found, str):
             port.send(LaneAnswer(found))
         elif not self._closed:
-            self._theirs = found if isinstance(near, str) else near
-            given = () if isinstance(near, str) else near.descriptors()
-            port.send(LaneAnswer(None, self._theirs.device, self._theirs.size_bytes), given)
+            self._theirs = found
+            port.send(LaneAnswer(None, found.device, found.size_bytes), found.descriptors() if self._far else ())
         self.decided()
 
     def on_answer(self, answer: LaneAnswer, peer: str, descriptors: Sequence[int] = ()) -> None:
-        if len(descriptors) == 2 and not self._closed:
+        if self._far and len(descriptors) == 2 and not self._closed:
             self._answer = answer, (descriptors[0], descriptors[1])
         else:
             _close_all(descriptors)
@@ -295,11 +296,11 @@ class CudaIpcLane(Lane):
         self._answered.set()
 
     def on_offer(self, offer: LaneOffer, descriptors: Sequence[int]) -> None:
-        if len(descriptors) != 2 or self._closed:
-            _close_all(descriptors)  # an offer without memory: the peer has none
+        if len(descriptors) != (0 if self._far else 2) or not offer.size_bytes or self._closed:
+            _close_all(descriptors)  # an offer of nothing: the peer has no memory
             self.decided()
             return
-        self._offer = offer, (descriptors[0], descriptors[1])
+        self._offer = offer, descriptors
         self._offered.set()
 
     def takes(self, size: int) -> bool:
@@ -324,10 +325,7 @@ class CudaIpcLane(Lane):
         if not reached(memory.words[block.slot, FILLED], block.generation):
             memory.wait(block.slot, FILLED, block.generation)
             self._awaited[block.slot] = block.generation, origin
-        if memory.is_near:
-            return Fetched(*memory.view(block.offset, block.length))
-        region = memory.copy_out(block.offset, block.length)
-        return Fetched(region, None)
+        return Fetched(*memory.view(block.offset, block.length))
 
     def lost(self) -> Sequence[Origin]:
         return [origin for _slot, _generation, origin in self._missing()]
@@ -364,7 +362,7 @@ class CudaIpcLane(Lane):
         self._offer = self._answer = None
         self._offered.set()
         self._answered.set()
-        if self._writes_there:
+        if self.pool is not self._shared:
             self.pool.close()
         if self._theirs is not None:
             # What our stream waits for, even for tensors that nobody has any more, a dead producer does not write.

@@ -87,10 +87,9 @@ def lane_of(kind: str, limit_bytes: int, *, apart: bool = False) -> Lane | None:
     if kind.startswith("cuda_ipc"):
         from . import host_memory
 
-        near = host_memory.attach_apart if apart else host_memory.attach
-        attach = host_memory.attach_far if kind.endswith("another GPU") else near
-        pool = DevicePool(limit_bytes, host_memory.take)
-        return CudaIpcLane(pool, attach, sends=True, receives=True, device_type="cpu")
+        attach = host_memory.attach_apart if apart else host_memory.attach
+        pool, far = DevicePool(limit_bytes, host_memory.take), kind.endswith("another GPU")
+        return CudaIpcLane(pool, attach, sends=True, receives=True, far=far, device_type="cpu")
     return NcclLane("gloo", limit_bytes, sends=True, receives=True)
 
 

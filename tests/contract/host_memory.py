@@ -19,9 +19,8 @@ from omniflow.transport.cuda_ipc import NUM_SLOTS, DeviceMemory, reached
 class HostMemory(DeviceMemory):
     device = ""
 
-    def __init__(self, memory: int, words: int, size: int, *, is_near: bool = True, apart: bool = False) -> None:
+    def __init__(self, memory: int, words: int, size: int, *, apart: bool = False) -> None:
         self.size_bytes = size
-        self.is_near = is_near
         self._descriptors = memory, words
         self._apart = apart
         self._map = mmap.mmap(memory, size)
@@ -41,9 +40,6 @@ class HostMemory(DeviceMemory):
     def view(self, offset: int, length: int) -> tuple[torch.Tensor, object]:
         owner = np.frombuffer(self._map, np.uint8, length, offset)
         return torch.from_numpy(owner), owner
-
-    def copy_out(self, offset: int, length: int) -> torch.Tensor:
-        return self.view(offset, length)[0].clone()
 
     def write(self, slot: int, word: int, value: int) -> None:
         if self.held is not None:
@@ -80,8 +76,3 @@ def attach(memory: int, words: int, size: int, device: str) -> HostMemory:
 def attach_apart(memory: int, words: int, size: int, device: str) -> HostMemory:
     """In another process."""
     return HostMemory(os.dup(memory), os.dup(words), size, apart=True)
-
-
-def attach_far(memory: int, words: int, size: int, device: str) -> HostMemory:
-    """As another GPU's: what lies there is copied out."""
-    return HostMemory(os.dup(memory), os.dup(words), size, is_near=False)

@@ -56,6 +56,10 @@ class Engine(Light):
     owns_process = True
 
 
+class Joins(Engine):
+    async def run(self, a: Rows, b: Rows) -> Rows: ...
+
+
 class Words(Light):
     async def run(self, a: Rows) -> Word: ...
 
@@ -268,8 +272,7 @@ def test_tensor_parallel_stages_take_as_many_gpus() -> None:
     assert found.hosts[0].reason == (
         "a is split over gpu:0, gpu:1, gpu:2, gpu:3: a process for each, which live and die together"
     )
-    with_pool = 100 * GIB + GIB // 4
-    assert found.gpu_bytes == (with_pool, *(100 * GIB,) * 3, with_pool, *(0,) * 3)
+    assert found.gpu_bytes == (*(100 * GIB,) * 4, 100 * GIB + GIB // 4, *(0,) * 3)
 
 
 def test_what_a_split_stage_holds_on_each_gpu() -> None:
@@ -422,9 +425,36 @@ def test_pools_count() -> None:
 def test_a_host_that_another_gpu_writes_to_has_a_pool() -> None:
     config = RuntimeConfig()
     apart = chain(("a", Engine, gpu("60 GiB")), ("b", Engine, gpu("60 GiB")))
-    assert [host.pool_bytes for host in plan(apart, cluster_named("2xh100"), config).hosts] == [GIB // 4, GIB // 4]
+    assert [host.pool_bytes for host in plan(apart, cluster_named("2xh100"), config).hosts] == [0, GIB // 4]
     near = chain(("a", Engine, gpu("20 GiB")), ("b", Engine, gpu("20 GiB")))
     assert [host.pool_bytes for host in plan(near, cluster_named("1xh100"), config).hosts] == [GIB // 4, 0]
+
+
+def test_a_host_has_a_pool_for_each_that_writes_to_it_from_another_gpu() -> None:
+    """And one for all that it sends itself, where any of that stays on its GPU or goes by NCCL."""
+    graph = Graph("g")
+    wanted = {"a": 0, "b": 1, "c": 2, "d": 2, "e": 0}
+    made = {
+        name: graph.stage(name, Joins if name == "c" else Engine, **{**gpu(), "device": f"gpu:{n}"})
+        for name, n in wanted.items()
+    }
+    graph.input(ask=made["a"])
+    graph.result(made["a"], made["b"])
+    graph.result(made["a"], made["c"]["a"])
+    graph.result(made["b"], made["c"]["b"])
+    for target in "de":
+        graph.result(made["c"], made[target])
+    graph.output(answer=made["d"], other=made["e"])
+    pool = GIB // 4
+
+    def pools(**config: Any) -> dict[str, int]:
+        found = plan(graph.spec(), cluster_named("3xh100"), RuntimeConfig(**config))
+        assert all(host.lane_bytes == (pool if host.pool_bytes or host.name == "a" else 0) for host in found.hosts)
+        assert sum(found.gpu_bytes) == sum(host.pool_bytes for host in found.hosts) + 5 * GIB
+        return {host.name: host.pool_bytes for host in found.hosts}
+
+    assert pools() == {"a": 0, "b": pool, "c": 3 * pool, "d": 0, "e": pool}
+    assert pools(between_gpus="nccl") == {"a": pool, "b": pool, "c": pool, "d": 0, "e": 0}
 
 
 def test_a_host_with_a_stage_that_names_no_budget_is_not_held() -> None:
