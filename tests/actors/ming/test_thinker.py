@@ -88,10 +88,20 @@ def hub_weights(glm: Glm4MoeForCausalLM) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def glm() -> Glm4MoeForCausalLM:
-    torch.manual_seed(5)
+    return glm_of(5, CONFIG)
+
+
+def glm_of(seed: int, config: dict[str, Any]) -> Glm4MoeForCausalLM:
+    """A model with random weights of the sizes in `config`."""
+    torch.manual_seed(seed)
+    experts = {"n_routed_experts": config["num_experts"], "n_shared_experts": config["num_shared_experts"]}
     rope = {"rope_type": "default", "rope_theta": 600000.0, "partial_rotary_factor": 0.5}
     sizes = Glm4MoeConfig(
-        **SIZES, n_routed_experts=8, n_shared_experts=1, use_qk_norm=True, rope_parameters=rope, initializer_range=0.2
+        **{name: config[name] for name in SIZES},
+        **experts,
+        use_qk_norm=True,
+        rope_parameters=rope,
+        initializer_range=0.2,
     )
     model = Glm4MoeForCausalLM(sizes).eval().requires_grad_(False)
     for name, tensor in model.state_dict().items():
@@ -135,7 +145,7 @@ def logits(model: ThinkerModel, given: EngineRequest) -> torch.Tensor:
     """Of all inputs, [n, vocab]."""
     length = len(given.ids)
     with torch.inference_mode():
-        span = Span(Row(given, 3, length), 0, length, 0, None)
+        span = Span(Row(given, len(model.model.layers), length), 0, length, 0, None)
         embeds = model.get_input_embeddings()(torch.tensor([given.ids]))
         return model(inputs_embeds=embeds, spans=[span], logits_to_keep=torch.arange(length)).logits[0]
 
@@ -154,6 +164,28 @@ def test_logits_of_a_text_are_glm4_moes(glm: Glm4MoeForCausalLM, model: ThinkerM
     ids = prompt(40, seed=7)
     wanted = glm(torch.tensor([ids])).logits[0]
     apart = (logits(model, request("a", ids)) - wanted).abs().max() / wanted.abs().max()
+    assert apart <= 1e-5
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"num_hidden_layers": 5, "first_k_dense_replace": 2},
+    {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_shared_experts": 2},
+    {"num_experts": 16, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 4},
+    {"num_experts": 12, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "routed_scaling_factor": 1.0},
+    {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 24, "hidden_size": 80},
+]
+
+
+@pytest.mark.parametrize("sizes", OTHERS, ids=lambda sizes: "-".join(map(str, sizes.values())))
+def test_logits_of_other_sizes_are_glm4_moes(sizes: dict[str, Any], tmp_path: Path) -> None:
+    rope = {"type": "video_rope", "mrope_section": [sizes.get("head_dim", 16) // 4 - 2, 1, 1]}
+    own = {**CONFIG, **sizes, "rope_scaling": rope}
+    glm = glm_of(sum(map(int, sizes.values())), own)
+    save_file(hub_weights(glm), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"llm_config": own}))
+    ids = prompt(40, seed=8)
+    wanted = glm(torch.tensor([ids])).logits[0]
+    apart = (logits(load_thinker(tmp_path), request("a", ids)) - wanted).abs().max() / wanted.abs().max()
     assert apart <= 1e-5
 
 
