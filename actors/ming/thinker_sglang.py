@@ -14,12 +14,10 @@ import torch
 # Read by SGLang when it chooses experts: its own kernel, in Triton; FlashInfer's would be compiled on first use.
 os.environ.setdefault("SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK", "1")
 
-from sglang.srt.models.registry import ModelRegistry
-
 from actors.ming.thinker_config import Thinker
 from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.sglang import SGLangEngine, server_settings
-from omniflow.engine.sglang_scheduler import SteppedScheduler, build
+from omniflow.engine.sglang_scheduler import SteppedScheduler, build, register
 from omniflow.engine.stops import Decode
 from omniflow.errors import StartError
 
@@ -49,7 +47,7 @@ def load_sglang_thinker(
     WeightsError.
     """
     torch.set_num_threads(threads)
-    ModelRegistry.register("actors.ming.sglang_model", overwrite=True)
+    register("actors.ming.sglang_model")
     settings = server_settings(device, max_running, kv_tokens, deterministic) | {"dtype": dtype}
     with tempfile.TemporaryDirectory() as shown:
         show_thinker(folder, Path(shown), max_running + 1)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from sglang.srt.models.registry import ModelRegistry
 
 from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
 from omniflow.engine.checks import refuse_text
@@ -25,7 +24,7 @@ from omniflow.engine.heads import FrameHead, Knobs, frame_noise
 from omniflow.engine.queue import RunQueue
 from omniflow.engine.sglang import Finish, SGLangEngine, finish_reason, server_settings
 from omniflow.engine.sglang_models.frame_model import SETUP, STOP, FrameSetup, OmniflowFrameModel
-from omniflow.engine.sglang_scheduler import Progress, SteppedScheduler, Way, build
+from omniflow.engine.sglang_scheduler import Progress, SteppedScheduler, Way, build, register
 
 MAX_STEPS = 4096
 """Of one request. Its noise for all of them lies on the GPU: 256 KiB of 16 codes."""
@@ -209,7 +208,7 @@ def build_frame_engine(
     `ServerArgs`.
     """
     torch.set_num_threads(threads)
-    ModelRegistry.register("omniflow.engine.sglang_models", overwrite=True)
+    register("omniflow.engine.sglang_models")
     settings = server_settings(device, max_running, kv_tokens, deterministic)
     settings |= {"dtype": dtype, "load_format": "dummy", "disable_radix_cache": True}
     token = SETUP.set(FrameSetup(head, max_running + 1, max_steps))

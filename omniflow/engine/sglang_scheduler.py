@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-# Read when SGLang is imported: logprobs are the model's own, before temperature, as the other engine gives them.
+# What is set here is read while SGLang is imported: whoever imports some of it, imports this before.
+# Logprobs are the model's own, before temperature, as the other engine gives them.
 os.environ.setdefault("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
 # Read by Triton: float32 is multiplied in three parts, 1e-6 from exact; its default is one part, 5e-4.
 os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
@@ -409,6 +410,11 @@ class Way(NamedTuple):
     presence_penalty: float
     logit_bias: dict[str, float] | None
     sampling_seed: int | None
+
+
+def register(package: str) -> None:
+    """Let SGLang find the models in `package` by their names; of equal names the newest counts."""
+    sglang.srt.models.registry.ModelRegistry.register(package, overwrite=True)
 
 
 def build(kind: type[S], settings: dict[str, Any], ranks: Ranks = ALONE) -> S:

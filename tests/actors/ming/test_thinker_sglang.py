@@ -128,6 +128,15 @@ def test_a_request_alone_gets_the_tokens_of_the_reference(
     assert_same(run(engine, [each])[each.id], run(reference, [each])[each.id])
 
 
+def test_logprobs_are_the_models_own_whatever_the_temperature(
+    engine: SGLangEngine, reference: TransformersEngine
+) -> None:
+    warm = EngineRequest(id="a", ids=ids(9, 3), sampling=Sampling(max_tokens=1, temperature=3.0, top_logprobs=2))
+    (ours,), (theirs,) = (run(each, [warm])["a"][0].logprobs for each in (engine, reference))
+    assert [id for id, _ in ours.top] == [id for id, _ in theirs.top]
+    assert all(abs(one[1] - two[1]) < APART for one, two in zip(ours.top, theirs.top, strict=True))
+
+
 def test_requests_that_join_and_leave_get_the_tokens_of_the_reference(
     engine: SGLangEngine, reference: TransformersEngine
 ) -> None:
