@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 64_000_000
 """More than any phone's camera gives. Decoded they are 192 MB, whatever the size of the file."""
+MAX_SCANS = 100
+"""Of a JPEG. Each goes over all pixels, 40 ms for the most that are taken, and may be written in 31 bytes: a small file
+could keep an encoder busy for hours. Encoders write about 10.
+"""
+_MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])")
+"""What a JPEG consists of, and not a byte of what was compressed, nor a place to restart in that."""
 _AT_MOST = f"at most {MAX_PIXELS // 10**6} million are taken"
 
 
@@ -37,6 +44,8 @@ def read_picture(data: bytes, where: str) -> Image:
             width, height = picture.size  # as the head says: nothing is decoded yet
             if width * height > MAX_PIXELS:
                 raise _invalid(f"{where}: the image has {width} x {height} pixels; {_AT_MOST}")
+            if _num_scans(data) > MAX_SCANS:
+                raise _invalid(f"{where}: the JPEG goes over its pixels more than {MAX_SCANS} times; send it baseline")
             picture.load()
             return _on_white(_in_8_bits(ImageOps.exif_transpose(picture)))
     except UnidentifiedImageError as error:
@@ -47,6 +56,17 @@ def read_picture(data: bytes, where: str) -> Image:
         raise _invalid(
             f"{where}: the image cannot be decoded ({error}); send it whole, as png, jpeg or webp"
         ) from error
+
+
+def _num_scans(data: bytes) -> int:
+    """How often the pixels of the JPEG in `data` are gone over; 0 where it is none."""
+    at, count = 2, 0
+    while data[:2] == b"\xff\xd8" and count <= MAX_SCANS and (marker := _MARKER.search(data, at)):
+        if marker[1] == b"\xd9":  # the end; what follows it is something else
+            break
+        count += marker[1] == b"\xda"
+        at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
+    return count
 
 
 def _in_8_bits(picture: Image) -> Image:

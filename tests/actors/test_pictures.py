@@ -133,3 +133,14 @@ def test_an_image_that_claims_too_many_pixels_is_refused_before_it_is_decoded(mo
     monkeypatch.setattr(pictures, "MAX_PIXELS", 80 * 60 - 1)
     with pytest.raises(InvalidInputError, match="80 x 60 pixels"):
         read_picture(encoded(scene()), "image 1")
+
+
+def test_a_jpeg_that_goes_over_its_pixels_again_and_again_is_refused_before_it_is_decoded() -> None:
+    """Other data that follows its end does not count."""
+    data = encoded(scene(), "JPEG", progressive=True)
+    begin = data.rindex(b"\xff\xda")
+    scan, scans = data[begin:-2], data.count(b"\xff\xda")
+    most = data[:-2] + scan * (pictures.MAX_SCANS - scans) + data[-2:] + scan * 1000
+    assert read_picture(most, "image 1").size == (80, 60)
+    with pytest.raises(InvalidInputError, match="more than 100 times; send it baseline"):
+        read_picture(data[:-2] + scan * (pictures.MAX_SCANS - scans + 1) + data[-2:], "image 1")
