@@ -23,4 +23,4 @@ def attend_apart(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, le
         )
         parts.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1))
         start = stop
-    return torch.cat(parts)
+    return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -395,11 +395,11 @@ async def measure_chat_on(folder: Path, num_gpus: int, arguments: argparse.Names
 
 
 async def measure_chat(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """On one GPU, and spread over as many as are of use."""
+    """On one GPU, and spread over as many as are of use, if no numbers of them are named."""
     if arguments.device == "cpu":
         return {"cpu": await measure_chat_on(folder, 0, arguments)}
     found = {}
-    for num_gpus in sorted({1, min(3, len(this_machine().gpus))}):
+    for num_gpus in arguments.gpus or sorted({1, min(3, len(this_machine().gpus))}):
         found[f"{num_gpus} GPU"] = await measure_chat_on(folder, num_gpus, arguments)
     return found
 
@@ -416,6 +416,7 @@ def main() -> None:
     parser.add_argument("--mpx", type=float, nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--kinds", nargs="+", default=["text", "audio", "image"], choices=["text", "audio", "image"])
+    parser.add_argument("--gpus", type=int, nargs="+", help="of the chat: on how many")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--turns", type=int, default=2, help="questions of each client")
