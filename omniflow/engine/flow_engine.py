@@ -11,7 +11,6 @@ CPU the same seed gives the same latents alone and in any company.
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Sequence
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -23,7 +22,8 @@ from torch import nn
 from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
 from omniflow.engine.flow import FlowHead, FlowKnobs, FlowStep, flow_noise
 from omniflow.engine.frames import embedded
-from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, ProtocolError
+from omniflow.engine.queue import RunQueue
+from omniflow.errors import ContextLengthError, InvalidInputError, ProtocolError
 
 S = TypeVar("S")
 _MOST_HEARD = 64
@@ -97,13 +97,7 @@ class FlowEngine(Generic[S]):
         """The rows of a step that was begun, and of each its latents and whether it stopped."""
         self._guidance, self._sigma = guidance, sigma
         self._limit = min(model.max_positions, kv_tokens)
-        self._max_running, self._max_waiting, self._kv_tokens = max_running, max_waiting, kv_tokens
-        self._urgent: deque[_Row[S]] = deque()
-        self._others: deque[_Row[S]] = deque()
-        self._overtakings = 0
-        """Urgent requests that ran since others wait, or one of them ran."""
-        self._running: list[_Row[S]] = []
-        self._aborted: list[str] = []
+        self._queue: RunQueue[_Row[S]] = RunQueue(max_running=max_running, max_waiting=max_waiting, kv_tokens=kv_tokens)
         self._heard: dict[bytes, torch.Tensor] = {}
         """Feedback of latents that came before requests, what was asked for last at the end."""
 
@@ -112,54 +106,44 @@ class FlowEngine(Generic[S]):
         InvalidInputError for an empty prompt or a temperature below 0.
         """
         self._check(request)
-        num_waiting = len(self._urgent) + len(self._others)
-        if num_waiting >= self._max_waiting:
-            raise OverloadedError(
-                f"{num_waiting} generations are waiting already", request_id=request.id, retry_after_s=1.0
-            )
+        self._queue.check_room(request.id)
         heard = self._feedback(request)
         capacity = min(len(request.ids) + len(heard) + request.sampling.max_tokens, self._limit)
-        row = _Row(request, self._model, heard, capacity)
-        (self._urgent if request.urgent else self._others).append(row)
+        self._queue.wait(_Row(request, self._model, heard, capacity), request.urgent)
 
     def feed(self, request_id: str, rows: torch.Tensor, done: bool) -> None:
         """Raises ProtocolError: no request of this engine is open. One that has ended is ignored."""
-        if self._find(request_id) is not None:
+        if self._queue.find(request_id) is not None:
             raise ProtocolError(f"request {request_id} is not open for more input", request_id=request_id)
 
     def step(self) -> list[EngineOutput]:
         """One step of the whole batch; see the module's docstring."""
         outputs = [*self._ended(), *self._drop_aborted()]
-        while self._can_admit():
-            self._admit()
-        if self._running:
-            self._begin(list(self._running))
+        self._queue.admit()
+        if self._queue.running:
+            self._begin(list(self._queue.running))
         return outputs if self._overlap else [*outputs, *self._ended()]
 
     def abort(self, request_id: str) -> None:
         """Drop a request at the next step; unknown ids are ignored."""
-        if self._find(request_id) is not None:
-            self._aborted.append(request_id)
+        self._queue.abort(request_id)
 
     def has_work(self) -> bool:
         """True while `step` would do something."""
-        return bool(self._aborted or self._running) or self._can_admit()
+        return bool(self._queue.running) or self._queue.has_work()
 
     def stats(self) -> EngineStats:
         """Counts for metrics and admission."""
-        num_waiting = len(self._urgent) + len(self._others)
-        return EngineStats(len(self._running), num_waiting, self._reserved(), self._kv_tokens)
+        return self._queue.stats()
 
     def close(self) -> None:
         """Drop all requests and the model."""
         self._given = None
-        for rows in (self._urgent, self._others, self._running):
-            rows.clear()
+        self._queue.clear()
         del self._model
 
     def _check(self, request: EngineRequest) -> None:
-        if self._find(request.id) is not None:
-            raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
+        self._queue.check_new(request.id)
         if request.open:
             raise ProtocolError("this engine takes whole prompts: no `open` ones", request_id=request.id)
         if not request.ids:
@@ -204,38 +188,11 @@ class FlowEngine(Generic[S]):
             del self._heard[next(iter(self._heard))]
         return found
 
-    def _find(self, request_id: str) -> _Row[S] | None:
-        rows = (*self._running, *self._urgent, *self._others)
-        return next((row for row in rows if row.id == request_id), None)
-
-    def _reserved(self) -> int:
-        return sum(row.capacity for row in self._running)
-
-    def _next(self) -> deque[_Row[S]]:
-        """Whose first waits for a place; empty where nobody does."""
-        overtakes = self._urgent and (not self._others or self._overtakings < self._max_running)
-        return self._urgent if overtakes else self._others
-
-    def _can_admit(self) -> bool:
-        waiting = self._next()
-        return (
-            bool(waiting)
-            and len(self._running) < self._max_running
-            and self._reserved() + waiting[0].capacity <= self._kv_tokens
-        )
-
-    def _admit(self) -> None:
-        waiting = self._next()
-        self._overtakings = self._overtakings + 1 if waiting is self._urgent and self._others else 0
-        self._running.append(waiting.popleft())
-
     def _drop_aborted(self) -> list[EngineOutput]:
-        found = [row for row in map(self._find, dict.fromkeys(self._aborted)) if row is not None]
-        self._aborted.clear()
-        for row in found:
-            next(rows for rows in (self._running, self._urgent, self._others) if row in rows).remove(row)
+        dropped = self._queue.drop_aborted()
+        for row in dropped:
             self._model.end(row.stream)
-        return [EngineOutput(row.id, (), "abort") for row in found]
+        return [EngineOutput(row.id, (), "abort") for row in dropped]
 
     def _begin(self, rows: list[_Row[S]]) -> None:
         """A step of `rows`, which a GPU may still work on afterwards."""
@@ -263,7 +220,7 @@ class FlowEngine(Generic[S]):
             reason: Literal["stop", "length"] | None = "stop" if stopped[number] else "length" if row.is_full else None
             outputs.append(EngineOutput(row.id, (), reason, (), latents[number]))
             if reason is not None:
-                self._running.remove(row)
+                self._queue.end(row)
                 self._model.end(row.stream)
         return outputs
 

@@ -73,13 +73,14 @@ def test_it_goes_on_after_a_recording_as_the_reference_does() -> None:
     noise = iter(told["voice.noise"])
     for _ in range(2):  # the second time with what was kept of the recording
         engine.start(request)
-        (waiting,) = engine._others
-        assert apart(waiting.inputs[10:], told["voice.rows"]) <= 1e-5
+        waiting = engine._queue.find("a")
+        assert waiting is not None and apart(waiting.inputs[10:], told["voice.rows"]) <= 1e-5
         assert waiting.capacity == 10 + 3 + 8
         engine.abort("a")
         engine.step()
     engine.start(request)
-    (row_of,) = engine._others
+    row_of = engine._queue.find("a")
+    assert row_of is not None
     for number in range(8):
         row_of.noise = next(noise)[None].numpy()
         (output,) = engine.step()
