@@ -21,7 +21,7 @@ from omniflow.errors import StartError
 from omniflow.host import Host, HostSpec, actor_of, failure_of
 from omniflow.messages import Beat
 from omniflow.planner.plan import FRONT
-from omniflow.prctl import die_with_parent, name_process
+from omniflow.prctl import die_with_parent, name_process, tell_end
 from omniflow.topology import Stage
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory
 from omniflow.transport.base import Link
@@ -46,20 +46,37 @@ def runs_on_uvloop(config: RuntimeConfig) -> bool:
     return installed if config.uvloop is None else config.uvloop
 
 
-def host_main(spec: HostSpec, connection: socket.socket, parent: int, log_level: int, ranks: Ranks = ALONE) -> None:
-    """Run one host until its runtime says so or is gone. Never returns: exits with 0 or EXIT_BROKEN."""
-    _begin(spec.name, parent, log_level)
+def host_main(
+    spec: HostSpec,
+    connection: socket.socket,
+    parent: int,
+    log_level: int,
+    ranks: Ranks = ALONE,
+    lifeline: Connection | None = None,
+) -> None:
+    """Run one host until its runtime says so or is gone. Never returns: exits with 0 or EXIT_BROKEN.
+
+    `lifeline` is closed as soon as it is ending.
+    """
+    _begin(spec.name, parent, log_level, lifeline)
     broken = anyio.run(_serve, spec, connection, ranks, backend_options={"use_uvloop": spec.uvloop})
     _end(broken)
 
 
 def follower_main(
-    host: str, stage: Stage, gpus: Gpus, ranks: Ranks, last_words: Connection, parent: int, log_level: int
+    host: str,
+    stage: Stage,
+    gpus: Gpus,
+    parent: int,
+    log_level: int,
+    ranks: Ranks,
+    lifeline: Connection,
+    last_words: Connection,
 ) -> None:
     """Run a rank of `stage` other than the first, until that says so or is gone. Never returns: exits as `host_main`,
     and says before what it has failed of.
     """
-    _begin(f"{host}:{ranks.rank}", parent, log_level)
+    _begin(f"{host}:{ranks.rank}", parent, log_level, lifeline)
     failed = False
     try:
         cap_memory(gpus, (stage,), ranks.rank)
@@ -70,8 +87,11 @@ def follower_main(
     _end(failed)
 
 
-def _begin(name: str, parent: int, log_level: int) -> None:
+def _begin(name: str, parent: int, log_level: int, lifeline: Connection | None) -> None:
     die_with_parent(parent or os.getppid())
+    if lifeline is not None:
+        with lifeline:
+            tell_end(lifeline.fileno())
     name_process(f"of:{name}")
     # Ctrl-C goes to the whole process group; the runtime drains and then tells the hosts to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -558,9 +558,7 @@ class Runtime:
         self._forget_if_done(reply)
 
     def on_closed(self, link: Link) -> None:
-        """A host's socket ended: if that is its end, the supervisor tells us."""
-        if link.peer not in self._inline:
-            self._supervisor.closed(link.peer)
+        """A host's socket ended; its pidfd tells the supervisor, which tells us."""
 
     def _heard(self, host: str, message: Message) -> None:
         if host not in self._inline:

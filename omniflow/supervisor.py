@@ -1,7 +1,7 @@
 """Starts host processes, sees them die or hang, restarts them by their strategy, and wires their sockets.
 
 Death is seen through a pidfd in the event loop (1-2 ms, no polling); a hang through a missing heartbeat. A process on a
-GPU is dead only when the driver has freed all that it had, 0.2 s: of such the end of its socket is news enough.
+GPU is dead only when the driver has freed all that it had, 0.2 s: such a one has a lifeline, which ends as that begins.
 
 A host whose stage is split over GPUs is several processes: the one that runs it (rank 0) and its followers. All are
 children of this process and watched alike. The death of any is the death of the host: the others may be in a collective
@@ -83,19 +83,26 @@ class SupervisorEvents(Protocol):
 class Follower:
     """A process of a host beside the one that runs it. In `words` it says what it has failed of, before it ends."""
 
-    def __init__(self, rank: int, process: Any, pidfd: int, words: Connection) -> None:
+    def __init__(self, rank: int, process: Any, pidfd: int, lifeline: Connection, words: Connection) -> None:
         self.rank = rank
         self.process = process
         self.pidfd = pidfd
+        self.lifeline = lifeline
         self.words = words
         self.said: HostFailed | None = None
 
     def hear(self) -> None:
-        """Take its last words, if there are any; there is something to read, or it is dead."""
-        asyncio.get_running_loop().remove_reader(self.words.fileno())
-        with contextlib.suppress(EOFError, OSError), self.words:  # OSError: killed while it spoke
-            said = msgspec.msgpack.decode(self.words.recv_bytes(), type=HostFailed)
-            self.said = msgspec.structs.replace(said, message=f"rank {self.rank}: {said.message}")
+        """Take its last words, if there are any; it is dead, or ending."""
+        if self.words.poll():
+            with contextlib.suppress(EOFError, OSError):  # OSError: killed while it spoke
+                said = msgspec.msgpack.decode(self.words.recv_bytes(), type=HostFailed)
+                self.said = msgspec.structs.replace(said, message=f"rank {self.rank}: {said.message}")
+
+    def close(self) -> None:
+        """Close what was its; it is dead, or nobody watches it yet."""
+        self.lifeline.close()
+        self.words.close()
+        os.close(self.pidfd)
 
 
 class Child:
@@ -107,6 +114,8 @@ class Child:
         self.link: Link | None = None
         self.process: Any = None
         self.pidfd: int | None = None
+        self.lifeline: Connection | None = None
+        """Our end of it, where it has one and is not known to be ending."""
         self.followers: list[Follower] = []
         """Those that are there."""
         self.restarts = 0
@@ -201,7 +210,10 @@ class Supervisor:
         with contextlib.ExitStack() as unless_started, theirs, _Pipes(child.host.ranks) as pipes:
             unless_started.callback(ours.close)
             followers = self._start_followers(child.host, pipes, unless_started)
-            process = self._process_of(child.host, theirs, pipes.ranks(0))
+            lifeline, its_lifeline = pipes.one_way() if child.host.start_method == "spawn" else (None, None)
+            if lifeline is not None:
+                unless_started.callback(lifeline.close)
+            process = self._process_of(child.host, theirs, pipes.ranks(0), its_lifeline)
             if child.host.start_method == "forkserver":
                 # A new fork server (the old one may have been killed) must not be tied to the life of a worker thread.
                 _ensure_forkserver()
@@ -220,11 +232,17 @@ class Supervisor:
         child.process, child.failure, child.state, child.gone = process, None, "starting", anyio.Event()
         child.started = child.last_beat = time.monotonic()
         child.link = ArrowShmLink(child.host.name, self._receiver, ours, self._memory, self._types, keeps_views=False)
-        child.pidfd = pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._on_exit, child)
-        for follower in followers:
-            asyncio.get_running_loop().add_reader(follower.pidfd, self._on_follower_exit, child, follower)
-            asyncio.get_running_loop().add_reader(follower.words.fileno(), self._on_words, child, follower)
+        child.pidfd, child.lifeline = pidfd, lifeline
+        self._watch(child, pidfd)
+
+    def _watch(self, child: Child, pidfd: int) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(pidfd, self._on_exit, child)
+        if child.lifeline is not None:
+            loop.add_reader(child.lifeline.fileno(), self._on_ending, child)
+        for follower in child.followers:
+            loop.add_reader(follower.pidfd, self._on_follower_exit, child, follower)
+            loop.add_reader(follower.lifeline.fileno(), self._on_follower_ending, child, follower)
 
     def _start_followers(
         self, host: PlannedHost, pipes: _Pipes, unless_started: contextlib.ExitStack
@@ -234,19 +252,22 @@ class Supervisor:
         gpus = gpus_of(host)
         for rank in range(1, host.ranks):
             stage = next(stage for stage in map(self._plan.graph.stage, host.stages) if stage.tp > 1)
-            words, said = pipes.of_words()
-            arguments = (host.name, stage, gpus, pipes.ranks(rank), said, os.getpid(), log.getEffectiveLevel())
+            (lifeline, its_lifeline), (words, its_words) = pipes.one_way(), pipes.one_way()
+            told = (pipes.ranks(rank), its_lifeline, its_words)
+            arguments = (host.name, stage, gpus, os.getpid(), log.getEffectiveLevel(), *told)
             context = multiprocess.get_context(host.start_method)
             process = context.Process(target=follower_main, args=arguments, name=f"{host.name}:{rank}", daemon=True)
             with environment(gpus.environment(os.environ)):
                 failure = _start(process)
             if failure is not None:
                 raise OSError(failure)
-            followers.append(Follower(rank, process, os.pidfd_open(process.pid), words))
+            followers.append(Follower(rank, process, os.pidfd_open(process.pid), lifeline, words))
             unless_started.callback(_drop, followers[-1])
         return followers
 
-    def _process_of(self, host: PlannedHost, connection: socket.socket, ranks: Ranks) -> Any:
+    def _process_of(
+        self, host: PlannedHost, connection: socket.socket, ranks: Ranks, lifeline: Connection | None
+    ) -> Any:
         config = self._config
         spec = host_spec(
             self._plan,
@@ -258,7 +279,7 @@ class Supervisor:
             uvloop=self._uvloop,
         )
         parent = os.getpid() if host.start_method == "spawn" else 0
-        arguments = (spec, connection, parent, log.getEffectiveLevel(), ranks)
+        arguments = (spec, connection, parent, log.getEffectiveLevel(), ranks, lifeline)
         context = multiprocess.get_context(host.start_method)
         return context.Process(target=host_main, args=arguments, name=host.name, daemon=True)
 
@@ -342,6 +363,7 @@ class Supervisor:
         if child.silence is not None:
             child.silence.cancel()
             child.silence = None
+        _drop_lifeline(child)
         os.close(child.pidfd)
         child.pidfd = None
         code = child.process.exitcode
@@ -354,17 +376,17 @@ class Supervisor:
             self._lose(child, child.failure.message if child.failure else _why(code))
         _say_gone(child)
 
-    def closed(self, host: str) -> None:
-        """The socket of a host has ended. One on a GPU is dead 0.2 s later, when the driver has freed what it had."""
-        child = self.children[host]
-        if child.link is None or child.pidfd is None or child.host.start_method != "spawn":
-            return
-        code = _ending(child.process.pid)
-        if code:
-            self._lose(child, child.failure.message if child.failure else _why(code))
+    def _on_ending(self, child: Child) -> None:
+        """Its lifeline is closed: it ends now, and is dead when all that it had is freed."""
+        _drop_lifeline(child)
+        if child.link is not None and child.pidfd is not None:
+            code = _ending(child.process.pid)
+            _hear_out(child.link)
+            self._lose(child, child.failure.message if child.failure else _why(code or None))
 
-    def _on_words(self, child: Child, follower: Follower) -> None:
-        """It has said what it has failed of, or it is ending: as `closed` for a first rank."""
+    def _on_follower_ending(self, child: Child, follower: Follower) -> None:
+        """As `_on_ending`; one that ends well has heard that the first rank ends, which has yet to say why."""
+        asyncio.get_running_loop().remove_reader(follower.lifeline.fileno())
         follower.hear()
         code = _ending(follower.process.pid)
         if code or follower.said:
@@ -373,25 +395,22 @@ class Supervisor:
     def _on_follower_exit(self, child: Child, follower: Follower) -> None:
         """The kernel says that it is dead; its parent is this process, which knows how."""
         asyncio.get_running_loop().remove_reader(follower.pidfd)
+        asyncio.get_running_loop().remove_reader(follower.lifeline.fileno())
         child.followers.remove(follower)
         code = follower.process.exitcode
-        if not follower.words.closed:
-            follower.hear()
+        follower.hear()
+        follower.close()
         _forget(follower.process)
-        os.close(follower.pidfd)
         _say_gone(child)
         if code:
             self._lose_by(child, follower, code)
         elif child.link is not None and self._tasks is not None:
-            # It has heard that the first rank ends; what that says of it is still to come.
             self._tasks.start_soon(self._kill_if_it_stays, child, child.process)
 
     def _lose_by(self, child: Child, follower: Follower, code: int) -> None:
         """A follower is dead or about to be, and with it the host."""
-        if child.link is None or self._stopping:
-            return
-        _hear_out(child.link)
-        if child.link is not None:  # else what it said last was that it is ending, too
+        if child.link is not None and not self._stopping:
+            _hear_out(child.link)
             child.failure = follower.said
             self._lose(child, follower.said.message if follower.said else f"rank {follower.rank}: {_why(code)}")
 
@@ -504,8 +523,8 @@ class _Pipes(contextlib.ExitStack):
         """The place of one process."""
         return Ranks(rank, len(self._ends), self._ends[rank])
 
-    def of_words(self) -> tuple[Connection, Connection]:
-        """Our end of what a follower says, which outlives the start, and its end."""
+    def one_way(self) -> tuple[Connection, Connection]:
+        """Our end, which outlives the start, of what one of them tells this process, and its end."""
         ours, theirs = multiprocess.Pipe(duplex=False)
         self.callback(theirs.close)
         return ours, theirs
@@ -519,8 +538,7 @@ def _kill(pidfd: int) -> None:
 def _drop(follower: Follower) -> None:
     """End a follower that nobody watches yet."""
     _kill(follower.pidfd)
-    os.close(follower.pidfd)
-    follower.words.close()
+    follower.close()
     _forget_soon(follower.process)
 
 
@@ -531,6 +549,13 @@ def _ending(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return os.waitstatus_to_exitcode(int(stat.split()[-1]))
+
+
+def _drop_lifeline(child: Child) -> None:
+    if child.lifeline is not None:
+        asyncio.get_running_loop().remove_reader(child.lifeline.fileno())
+        child.lifeline.close()
+        child.lifeline = None
 
 
 def _say_gone(child: Child) -> None:

@@ -64,8 +64,8 @@ class Singer(Actor):
         self.ranks.tell(b"end")
 
     async def run(self, song: Song, emit: Emit[str]) -> None:
-        await emit.send("la")
         self.ranks.tell(song.tells.encode())
+        await emit.send("la")
         await anyio.sleep(song.holds_s)
 
 
