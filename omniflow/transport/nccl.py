@@ -152,8 +152,10 @@ class _Way(ABC):
         """Make it, and let one byte through: only then it is known to work. Waits for the other end."""
 
     @abstractmethod
-    def send(self, flat: torch.Tensor) -> object:
-        """Send once the default stream is through with what it was given so far; gives what to hold meanwhile."""
+    def send(self, tensor: torch.Tensor, size: int) -> object:
+        """Send a tensor's bytes once the default stream is through with what it was given so far; gives what to hold
+        meanwhile. It lies in one piece.
+        """
 
     @abstractmethod
     def receive(self, size: int) -> tuple[torch.Tensor, Any]:
@@ -167,26 +169,26 @@ class _Way(ABC):
 
 
 class _NcclWay(_Way):
-    """Between two GPUs, by NCCL itself."""
+    """Between two GPUs, by NCCL itself, which orders what one communicator is given on several streams."""
 
     def __init__(self, rank: int, notes: Notes) -> None:
         super().__init__(rank, notes)
         self._communicator: Communicator | None = None
         self._aborted = False
         self._changing = threading.Lock()
+        self._default: Any = None
         self._stream: Any = None
         self._ready: Any = None
-        self._through: Any = None
-        """Of the last receive."""
 
     def open(self) -> None:
         import torch  # and with it NCCL
 
         self._meet()
+        self._default = torch.cuda.default_stream()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         byte = torch.zeros(1, dtype=torch.uint8, device="cuda")
-        torch.cuda.current_stream().synchronize()
+        self._default.synchronize()
         at = byte.data_ptr(), 1, self._stream.cuda_stream
         self._there().send(*at) if self._rank == _SENDER else self._there().receive(*at)
         self._stream.synchronize()
@@ -205,40 +207,40 @@ class _NcclWay(_Way):
             self._communicator, aborted = made, self._aborted
         if aborted:
             self.abort()
+        made.open()
 
     def _there(self) -> Communicator:
         if self._communicator is None:
             raise RuntimeError("the communicator was closed")
         return self._communicator
 
-    def send(self, flat: torch.Tensor) -> object:
-        import torch
-
+    def send(self, tensor: torch.Tensor, size: int) -> object:
         # Not in the default stream, which would wait with it for a receiver that is busy.
-        self._ready.record(torch.cuda.current_stream())
-        self._stream.wait_event(self._ready)
-        self._there().send(flat.data_ptr(), flat.numel(), self._stream.cuda_stream)
-        flat.record_stream(self._stream)
+        if not self._default.query():
+            self._ready.record(self._default)
+            self._stream.wait_event(self._ready)
+        self._there().send(tensor.data_ptr(), size, self._stream.cuda_stream)
+        tensor.record_stream(self._stream)
         return None
 
     def receive(self, size: int) -> tuple[torch.Tensor, Any]:
         import torch
 
-        current = torch.cuda.current_stream()
-        if current.query():  # a stream that is idle holds the sender up with nothing
+        if self._default.query():  # a stream that is idle holds the sender up with nothing
             region = torch.empty(size, dtype=torch.uint8, device="cuda")
-            self._there().receive(region.data_ptr(), size, current.cuda_stream)
-            self._through = current.record_event()
-            return region, self._through
-        if self._through is not None:  # which may be what keeps the default stream
-            self._stream.wait_event(self._through)
-        with torch.cuda.stream(self._stream):
+            self._there().receive(region.data_ptr(), size, self._default.cuda_stream)
+            return region, self._default.record_event()
+        before = torch.cuda.current_stream()
+        torch.cuda.set_stream(self._stream)  # by itself: `with torch.cuda.stream` asks for streams and devices twice
+        try:
             region = torch.empty(size, dtype=torch.uint8, device="cuda")
-            self._there().receive(region.data_ptr(), size, self._stream.cuda_stream)
-        self._through = self._stream.record_event()
-        current.wait_event(self._through)
-        region.record_stream(current)
-        return region, self._through
+        finally:
+            torch.cuda.set_stream(before)
+        self._there().receive(region.data_ptr(), size, self._stream.cuda_stream)
+        through = self._stream.record_event()
+        self._default.wait_event(through)
+        region.record_stream(self._default)
+        return region, through
 
     def abort(self) -> None:
         with self._changing:
@@ -268,8 +270,8 @@ class _GlooWay(_Way):
         else:
             self._group.recv([byte], _SENDER, 0).wait()
 
-    def send(self, flat: torch.Tensor) -> object:
-        return self._group.send([flat], _RECEIVER, 0)
+    def send(self, tensor: torch.Tensor, size: int) -> object:
+        return self._group.send([_bytes_of(tensor)], _RECEIVER, 0)
 
     def receive(self, size: int) -> tuple[torch.Tensor, Any]:
         import torch
@@ -377,9 +379,9 @@ class NcclLane(Lane):
     def put(self, block: Block, parts: Sequence[Part]) -> None:
         if self._out is None or self._port is None:
             return
-        flat = _bytes_of(parts[0].tensor) if len(parts) == 1 else _packed(parts, block.length)
+        tensor = parts[0].tensor if len(parts) == 1 else _packed(parts, block.length)
         try:
-            self.pool.held[block.slot] = (self._out.send(flat), flat)
+            self.pool.held[block.slot] = (self._out.send(tensor, block.length), tensor)
         except RuntimeError as error:  # whatever torch.distributed cannot do: mostly, the peer has died
             self.refuse(_first_line(error), self._port.peer)
             self._port.send(LaneNote(True, _BROKEN, b""))

@@ -504,7 +504,7 @@ async def test_a_send_that_fails_is_told_to_the_receiver() -> None:
         way = ends.lane_a._out
         assert way is not None
 
-        def fail(flat: Any) -> Any:
+        def fail(tensor: Any, size: int) -> Any:
             raise RuntimeError("the peer is gone")
 
         way.send = fail
