@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from actors.pictures import MAX_PIXELS
 from omniflow.errors import InvalidInputError
+from omniflow.mp4 import claims_too_much
 
 if TYPE_CHECKING:
     import av
@@ -23,8 +23,6 @@ _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
 _TAKEN = "send mp4, mov, webm, mkv or avi"
 MAX_FRAMES = 72_000
 """Of a clip, 20 minutes at 60 a second: all up to the last one wanted are decoded."""
-_COUNT = re.compile(rb"(?=(?:stsz.{8}|stz2.{8}|trun.{4})(.{4}))", re.DOTALL)
-"""Where heads of mp4 and mov say how many frames or samples of sound there are. FFmpeg takes 40 bytes for each."""
 
 
 class VideoClip:
@@ -39,7 +37,7 @@ class VideoClip:
         self._data, self._where = data, where
         if not data:
             raise _invalid(f"{where}: the clip is empty (0 bytes)")
-        if _claimed(data) > len(data):
+        if claims_too_much(io.BytesIO(data)):
             raise _invalid(f"{where}: the clip's head tells of more frames than there are bytes; send it whole")
         with self._opened() as container:
             stream = container.streams.video[0]
@@ -126,24 +124,6 @@ class VideoClip:
 
     def _broken(self, error: av.FFmpegError) -> InvalidInputError:
         return _invalid(f"{self._where}: the clip is broken ({error.strerror}); send it whole")
-
-
-def _claimed(data: bytes) -> int:
-    """How many frames and samples of sound the heads in an mp4 or mov tell of."""
-    at = total = 0
-    while at + 8 <= len(data) and not data.startswith((b"RIFF", b"\x1a\x45\xdf\xa3")):  # avi, mkv and webm
-        size, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        if size == 1:
-            size = int.from_bytes(data[at + 8 : at + 16], "big")
-        end = at + size if size else len(data)
-        if end < at + 8:
-            break
-        if kind != b"mdat":
-            if b"cmov" in data[at:end]:  # a head that is compressed: nobody writes them any more
-                return len(data) + 1
-            total += sum(int.from_bytes(count[1], "big") for count in _COUNT.finditer(data, at, end))
-        at = end
-    return total
 
 
 def _rate_hz(times: Sequence[int], stream: av.VideoStream) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 
 from omniflow.errors import InvalidInputError
 from omniflow.media import AudioChunk
+from omniflow.mp4 import claims_too_much
 
 if TYPE_CHECKING:
     import av
@@ -145,6 +146,8 @@ def _opened(file: BinaryIO) -> InputContainer:
     import av
 
     _refuse_half_a_wav(file)
+    if claims_too_much(file):
+        raise InvalidInputError("file: its head tells of more sound than there are bytes; send it whole", param="file")
     options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": ""}
     try:
         container = av.open(file, "r", options=options, buffer_size=_READ_BYTES, metadata_errors="ignore")

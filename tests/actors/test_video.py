@@ -93,12 +93,8 @@ def test_too_many_frames_and_too_large_ones_are_refused(monkeypatch: pytest.Monk
 
 
 def test_a_head_that_tells_of_more_frames_than_there_are_bytes_is_refused() -> None:
-    """FFmpeg would take 40 bytes for each: 4 GB for a head of 1 KB."""
     data = bytearray(clip(15))
-    assert VideoClip(bytes(data), "clip 1").count == 15
     sizes = data.index(b"stsz")
     data[sizes + 8 : sizes + 16] = (1).to_bytes(4, "big") + (10**8).to_bytes(4, "big")
-    with pytest.raises(InvalidInputError, match="tells of more frames than there are bytes"):
+    with pytest.raises(InvalidInputError, match="clip 1: the clip's head tells of more frames than there are bytes"):
         VideoClip(bytes(data), "clip 1")
-    with pytest.raises(InvalidInputError, match="tells of more frames than there are bytes"):
-        VideoClip(b"\0\0\0\x08wide" + bytes(data), "clip 1")

@@ -105,3 +105,19 @@ def test_a_film_without_sound_is_refused() -> None:
         out.mux(stream.encode(None))
     with pytest.raises(InvalidInputError, match="no sound that can be decoded"):
         read(film.getvalue())
+
+
+def test_a_head_that_tells_of_more_sound_than_there_are_bytes_is_refused() -> None:
+    """FFmpeg would take gigabytes for it."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as file:
+        stream = file.add_stream("aac", rate=RATE_HZ, layout="mono")
+        frame = av.AudioFrame.from_ndarray(TONE[None], format="fltp", layout="mono")
+        frame.sample_rate = RATE_HZ
+        file.mux([*stream.encode(frame), *stream.encode(None)])
+    data = bytearray(out.getvalue())
+    assert len(read(bytes(data))) / RATE_HZ == pytest.approx(1, abs=0.1)
+    sizes = data.index(b"stsz")
+    data[sizes + 8 : sizes + 16] = (1).to_bytes(4, "big") + (10**8).to_bytes(4, "big")
+    with pytest.raises(InvalidInputError, match="file: its head tells of more sound than there are bytes"):
+        read(bytes(data))
