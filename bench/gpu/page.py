@@ -13,6 +13,9 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench/results/gpu_transports.json"
 PAGE = ROOT / "docs/gpu_transports.md"
 SIZES = {str(2**16): "64 KB", str(2**20): "1 MB", str(2**22): "4 MB", str(2**24): "16 MB", str(2**26): "64 MB"}
+ALONE = ("bare torch.distributed", "NCCL's calls", "NCCL's calls, registered")
+NCCL_SETTINGS = ("64 channels", "chunks of 128 KB", "both", "no clusters")
+"""As in transports.py, which wants torch."""
 HEAD = """\
 # GPU transports
 
@@ -83,18 +86,21 @@ def two_gpus(parts: dict[str, Any]) -> list[str]:
         "omniflow, cuda_ipc between GPUs": "cuda_ipc between GPUs",
         "omniflow, nccl": "nccl between GPUs",
         "omniflow, nccl, again": "nccl between GPUs, 32 channels",
+        "omniflow, nccl on uvloop": "nccl between GPUs (uvloop)",
+        **{f"the same, {name}": f"nccl between GPUs, {name}" for name in NCCL_SETTINGS},
+        "omniflow, cuda_ipc between GPUs, on uvloop": "cuda_ipc between GPUs (uvloop)",
         "through the host's memory": "host bounce between GPUs",
     }
     there = {name: parts[key] for name, key in names.items() if key in parts and "failed" not in parts[key]}
     rows = [(f"{name}, ready", part, "ready_p50_us") for name, part in there.items()]
     rows += [(f"{name}, half round trip", part, "half_round_trip_p50_us") for name, part in there.items()]
     bare, copy = parts.get("bare torch.distributed"), parts.get("peer copy in one process")
-    if bare is not None and "failed" not in bare:
-        rows.append(("bare torch.distributed, half round trip", bare, "half_round_trip_p50_us"))
+    alone = {name: parts[name] for name in ALONE if name in parts and "failed" not in parts[name]}
+    rows += [(f"{name}, half round trip", part, "half_round_trip_p50_us") for name, part in alone.items()]
     if copy is not None:
         rows.append(("a copy from GPU to GPU in one process", copy, "copy_p50_us"))
     lines = table("between two GPUs", rows) if rows else []
-    for name, part in {**there, "bare torch.distributed": bare or {}}.items():
+    for name, part in {**there, **alone}.items():
         found = [f"{SIZES[size]} {part[size]['stream_gb_s']}" for size in SIZES if "stream_gb_s" in part.get(size, {})]
         if found:
             lines.append(f"- GB/s of {name}, one value behind the other: {', '.join(found)}")

@@ -4,7 +4,8 @@
 
 One value is on its way at a time. A hop ends when the receiver has the tensor and its GPU is through with all that was
 given to it before ("ready"); it ends earlier when the receiver may give its GPU work on it ("held"). The processes read
-one clock. Parts that need two GPUs are left out where there is one.
+one clock. Parts that need two GPUs are left out where there is one. NCCL reads its settings once, so each part that has
+some of its own runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import datetime
 import gc
 import json
@@ -40,6 +42,7 @@ from omniflow.transport.cuda_driver import map_memory, take_memory
 from omniflow.transport.cuda_ipc import CudaIpcLane, DevicePool
 from omniflow.transport.lane import Lane
 from omniflow.transport.nccl import NcclLane
+from omniflow.transport.nccl_library import Communicator, _library, new_id
 
 ROOT = Path(__file__).parents[2]
 SIZES = [2**16, 2**20, 2**22, 2**24, 2**26]
@@ -51,7 +54,17 @@ TYPES: dict[int, Any] = {
 MEASURE, TIMES, ECHO, KEEP, WORD, STREAM = 1, 2, 3, 4, 5, 6
 """Edges: answered with times; those times; sent back; kept; a word, answered with times; only the last is answered."""
 STREAMED = 40
+NCCL_SETTINGS = {
+    "64 channels": {"NCCL_MIN_P2P_NCHANNELS": "64"},
+    "chunks of 128 KB": {"NCCL_P2P_NVL_CHUNKSIZE": "131072", "NCCL_BUFFSIZE": "1048576"},
+    "both": {"NCCL_MIN_P2P_NCHANNELS": "64", "NCCL_P2P_NVL_CHUNKSIZE": "131072", "NCCL_BUFFSIZE": "1048576"},
+    "no clusters": {"NCCL_CGA_CLUSTER_SIZE": "0"},
+}
+"""NCCL 2.28.9 sends a value between two ranks by half of its channels, in chunks of 512 KB, by way of buffers of the
+receiver's, which hold 8: of 16 MB each of 16 channels has two, so little of the way in overlaps with the way out.
+"""
 PORT = 29611
+UVLOOP = {"use_uvloop": True}
 
 
 def repeats_of(size: int) -> int:
@@ -197,8 +210,13 @@ async def flood(end: End) -> None:
 async def hops(kind: str, device: int) -> dict[str, Any]:
     """One-way times by size, and half of the way there and back."""
 
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+
     async def use(end: End, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+        taken = round((free - torch.cuda.mem_get_info()[0]) / 1e6, 1)
         rows: dict[str, Any] = {"message": spread("held", [await word(end) for _ in range(300)])}
+        rows["memory_of_our_gpu_mb"] = taken
         for size in SIZES:
             tensor = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
             torch.cuda.synchronize()
@@ -341,6 +359,7 @@ def steps() -> dict[str, Any]:
         "wait for a word": lambda: memory.wait(0, 0, 1),
         "make a view": lambda: memory.view(0, 2**16),
         "decode": lambda: decoder.decode(body, None, (), region, None),
+        **torch_steps(tensor),
     }
     found = {}
     for name, step in named.items():
@@ -352,6 +371,37 @@ def steps() -> dict[str, Any]:
         found[name] = round((time.perf_counter() - began) / 300 * 1e6, 2)
         torch.cuda.synchronize()
     return found
+
+
+def torch_steps(tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """What the NCCL lane asks of torch for each value."""
+    default, stream, event = torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Event()
+
+    def wait() -> None:
+        event.record(default)
+        stream.wait_event(event)
+
+    def beside() -> None:
+        with torch.cuda.stream(stream):
+            pass
+
+    def there_and_back() -> None:
+        torch.cuda.set_stream(stream)
+        torch.cuda.set_stream(default)
+
+    def read_elsewhere() -> None:
+        torch.empty(2**16, dtype=torch.uint8, device="cuda").record_stream(stream)
+
+    return {
+        "is the stream idle": default.query,
+        "record and wait": wait,
+        "record a new event": default.record_event,
+        "with torch.cuda.stream": beside,
+        "set_stream twice": there_and_back,
+        "empty": lambda: torch.empty(2**16, dtype=torch.uint8, device="cuda"),
+        "empty, read in another stream": read_elsewhere,
+        "data_ptr": tensor.data_ptr,
+    }
 
 
 def torch_queue_child(tensors: Any, times: Any) -> None:
@@ -449,6 +499,93 @@ def bare_nccl() -> dict[str, Any]:
     return rows
 
 
+class Calls:
+    """One of two ranks that use NCCL's calls alone, in one stream: what a lane by NCCL can reach."""
+
+    def __init__(self, rank: int, names: Any, registered: bool) -> None:
+        torch.cuda.set_device(rank)
+        torch.zeros(1, device="cuda")
+        if rank == 0:
+            name = new_id()
+            names.put(name)
+        else:
+            name = names.get(timeout=60)
+        self.rank = rank
+        self._registered = registered
+        self._communicator = Communicator(name, rank)
+        self._communicator.open()
+        self._stream = torch.cuda.Stream()
+        self._seconds: list[float] = []
+
+    def tensor(self, size: int) -> torch.Tensor:
+        """A tensor to send or receive; `registered`: NCCL may copy from and to where it lies."""
+        found = torch.ones(size, dtype=torch.uint8, device="cuda")
+        if self._registered:
+            handle = ctypes.c_void_p()
+            register = _library().ncclCommRegister
+            register.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p)]
+            error = register(self._communicator._handle, found.data_ptr(), size, ctypes.byref(handle))
+            if error:
+                raise RuntimeError(f"ncclCommRegister: {error}")
+        torch.cuda.synchronize()
+        return found
+
+    def go(self, tensor: torch.Tensor, sender: int) -> None:
+        """Let a tensor go from `sender` to the other."""
+        call = self._communicator.send if self.rank == sender else self._communicator.receive
+        began = time.perf_counter()
+        call(tensor.data_ptr(), tensor.nbytes, self._stream.cuda_stream)
+        self._seconds.append(time.perf_counter() - began)
+
+    def row(self, size: int) -> dict[str, float]:
+        ours, theirs, byte = self.tensor(size), self.tensor(size), self.tensor(1)
+        seconds, streams = [], []
+        self._seconds.clear()
+        for _ in range(repeats_of(size)):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for sender in (0, 1):
+                self.go(ours if self.rank == sender else theirs, sender)
+            torch.cuda.synchronize()
+            seconds.append((time.perf_counter() - began) / 2)
+        found = {**spread("half_round_trip", seconds), **spread("call", self._seconds)}
+        for _ in range(5 if size >= 2**24 else 0):
+            began = time.perf_counter()
+            for _ in range(STREAMED):
+                self.go(ours, 0)
+            self.go(byte, 1)
+            torch.cuda.synchronize()
+            streams.append(STREAMED * size / (time.perf_counter() - began) / 1e9)
+        return found | ({"stream_gb_s": round(sorted(streams)[2], 1)} if streams else {})
+
+
+def calls_rank(rank: int, names: Any, results: Any, registered: bool) -> None:
+    try:
+        calls = Calls(rank, names, registered)
+        rows = {str(size): calls.row(size) for size in SIZES}
+    except RuntimeError as error:
+        rows = {"failed": str(error)}
+    if rank == 0 or "failed" in rows:
+        results.put(rows)
+    time.sleep(1)  # the other one may still be at the last
+    os._exit(0)
+
+
+def calls(registered: bool) -> dict[str, Any]:
+    """NCCL's calls by themselves, there and back, halved; `call` is what one takes of the processor."""
+    context = torch.multiprocessing.get_context("spawn")
+    names, results = context.Queue(), context.Queue()
+    processes = [context.Process(target=calls_rank, args=(rank, names, results, registered)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    try:
+        return dict(results.get(timeout=60))
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+
+
 def peer_copy() -> dict[str, Any]:
     """One process that copies from GPU to GPU: the limit."""
     rows = {}
@@ -540,9 +677,9 @@ async def spawned() -> dict[str, Any]:
 def parts() -> dict[str, Callable[[], Any]]:
     """What can be measured here, by name."""
     found: dict[str, Callable[[], Any]] = {
-        "events": lambda: in_a_process("events"),
+        "events": lambda: in_a_process("events", {}),
         "cuda_ipc, one GPU": lambda: anyio.run(hops, "cuda_ipc", 0),
-        "cuda_ipc, one GPU (uvloop)": lambda: anyio.run(hops, "cuda_ipc", 0, backend_options={"use_uvloop": True}),
+        "cuda_ipc, one GPU (uvloop)": lambda: anyio.run(hops, "cuda_ipc", 0, backend_options=UVLOOP),
         "steps of a hop": steps,
         "host bounce, one GPU": lambda: anyio.run(hops, "host", 0),
         "torch.multiprocessing, one GPU": torch_queue,
@@ -554,7 +691,12 @@ def parts() -> dict[str, Callable[[], Any]]:
         found |= {
             "bare torch.distributed": bare_nccl,
             "peer copy in one process": peer_copy,
-            "nccl between GPUs": lambda: anyio.run(hops, "nccl", 1),
+            "NCCL's calls": lambda: calls(False),
+            "NCCL's calls, registered": lambda: calls(True),
+            "nccl between GPUs": lambda: in_a_process("nccl", {}),
+            "nccl between GPUs (uvloop)": lambda: in_a_process("nccl, uvloop", {}),
+            **{f"nccl between GPUs, {name}": with_settings(settings) for name, settings in NCCL_SETTINGS.items()},
+            "cuda_ipc between GPUs (uvloop)": lambda: anyio.run(hops, "cuda_ipc, far", 1, backend_options=UVLOOP),
             "cuda_ipc between GPUs": lambda: anyio.run(hops, "cuda_ipc, far", 1),
             "host bounce between GPUs": lambda: anyio.run(hops, "host", 1),
             "kill -9 of the reader, nccl": lambda: anyio.run(killed_reader, "nccl", 1),
@@ -569,11 +711,25 @@ def parts() -> dict[str, Callable[[], Any]]:
     return found
 
 
-def in_a_process(part: str) -> Any:
-    """Run a part that may leave this process with a GPU that waits for ever."""
+def with_settings(settings: dict[str, str]) -> Callable[[], Any]:
+    return lambda: in_a_process("nccl, uvloop", settings)
+
+
+ALONE: dict[str, Callable[[], Any]] = {
+    "events": events,
+    "nccl": lambda: anyio.run(hops, "nccl", 1),
+    "nccl, uvloop": lambda: anyio.run(hops, "nccl", 1, backend_options=UVLOOP),
+}
+
+
+def in_a_process(part: str, settings: dict[str, str]) -> Any:
+    """Run a part that has settings of its own, or may leave this process with a GPU that waits for ever."""
     command = [sys.executable, "-m", "bench.gpu.transports", "--alone", part]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    return json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else ran.stderr.splitlines()[-1]
+    environment = {**os.environ, **settings}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    if ran.returncode:
+        raise RuntimeError(ran.stderr[-2000:])
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 def machine() -> dict[str, Any]:
@@ -598,13 +754,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of what to measure")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=3)
-    parser.add_argument("--alone")
+    parser.add_argument("--alone", choices=ALONE)
     arguments = parser.parse_args()
     if arguments.child:
         options = {"use_uvloop": bool(os.environ["BENCH_UVLOOP"])}
         anyio.run(run_child, *arguments.child[:2], int(arguments.child[2]), backend_options=options)
     if arguments.alone:
-        print(json.dumps(events()), flush=True)
+        print(json.dumps(ALONE[arguments.alone]()), flush=True)
         os._exit(0)
     shm = set(os.listdir("/dev/shm"))
     found: dict[str, Any] = {"machine": machine(), "parts": {}}

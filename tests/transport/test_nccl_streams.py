@@ -1,0 +1,106 @@
+"""Which streams NCCL is given a value in. What stands in for torch's streams writes down what is asked of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from omniflow.transport.nccl import _RECEIVER, _SENDER, Notes, _NcclWay
+
+torch = pytest.importorskip("torch")
+
+
+class Stream:
+    def __init__(self, number: int, calls: list[Any]) -> None:
+        self.cuda_stream = number
+        self.idle = True
+        self._calls = calls
+
+    def query(self) -> bool:
+        return self.idle
+
+    def wait_event(self, event: Any) -> None:
+        self._calls.append(("wait", self.cuda_stream, event))
+
+    def record_event(self) -> str:
+        self._calls.append(("record", self.cuda_stream))
+        return f"event of {self.cuda_stream}"
+
+
+class Ready:
+    """The event of a sender."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
+
+    def record(self, stream: Stream) -> None:
+        self._calls.append(("record", stream.cuda_stream))
+
+
+class Bytes:
+    """A tensor of which only its place matters."""
+
+    def __init__(self, calls: list[Any], stream: Any = None) -> None:
+        self._calls, self.stream = calls, stream
+
+    def data_ptr(self) -> int:
+        return 1000
+
+    def record_stream(self, stream: Stream) -> None:
+        self._calls.append(("used by", stream.cuda_stream))
+
+
+class Communicator:
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
+
+    def send(self, address: int, size: int, stream: int) -> None:
+        self._calls.append(("send", address, size, stream))
+
+    def receive(self, address: int, size: int, stream: int) -> None:
+        self._calls.append(("receive", address, size, stream))
+
+
+def way_of(rank: int, calls: list[Any]) -> Any:
+    way: Any = _NcclWay(rank, Notes(lambda key, value: None))
+    way._communicator, way._ready = Communicator(calls), Ready(calls)
+    way._default, way._stream = Stream(0, calls), Stream(7, calls)
+    return way
+
+
+def test_a_send_waits_for_the_default_stream_where_that_is_busy() -> None:
+    calls: list[Any] = []
+    way = way_of(_SENDER, calls)
+    way.send(Bytes(calls), 5)
+    assert calls == [("send", 1000, 5, 7), ("used by", 7)]
+    calls.clear()
+    way._default.idle = False
+    way.send(Bytes(calls), 5)
+    assert calls == [("record", 0), ("wait", 7, way._ready), ("send", 1000, 5, 7), ("used by", 7)]
+
+
+def test_a_receive_goes_beside_a_default_stream_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is of the stream that writes to it, and the default stream waits for it alone."""
+    calls: list[Any] = []
+    way = way_of(_RECEIVER, calls)
+    current = [way._default]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: Bytes(calls, current[0]))
+    region, through = way.receive(5)
+    assert (region.stream, through) == (way._default, "event of 0")
+    assert calls == [("receive", 1000, 5, 0), ("record", 0)]
+    calls.clear()
+    way._default.idle = False
+    region, through = way.receive(5)
+    assert (region.stream, through, current[0]) == (way._stream, "event of 7", way._default)
+    assert calls == [("receive", 1000, 5, 7), ("record", 7), ("wait", 0, "event of 7"), ("used by", 0)]
+
+    def full(*_arguments: Any, **_settings: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        way.receive(5)
+    assert current[0] is way._default
