@@ -80,7 +80,7 @@ def _on_white(picture: Image) -> Image:
     from PIL import Image
 
     if not picture.has_transparency_data:
-        return picture.convert("RGB")
+        return picture if picture.mode == "RGB" else picture.convert("RGB")  # which copies: 12 ms of 12 million pixels
     above = picture.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", above.size, "white"), above).convert("RGB")
 

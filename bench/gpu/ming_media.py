@@ -297,18 +297,24 @@ def measure_attention(folder: Path, arguments: argparse.Namespace) -> dict[str, 
             key = f"heads of {dim}, {name}, {len(lengths)} of {min(lengths)} to {max(lengths)}"
             x = torch.randn(sum(lengths), heads, dim, device="cuda", dtype=torch.bfloat16)
             attend = functools.partial(attend_apart, x, x, x, lengths)
-            with sdpa_kernel(kernel):
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                attend()
-                torch.cuda.synchronize()
-                first = time.perf_counter() - began
-                again = timed(attend, arguments.rounds)
-            flops = 4 * heads * dim * sum(length**2 for length in lengths)
-            row = {"first_ms": 1e3 * first, "ms": 1e3 * again, "tflops": flops / again / 1e12}
-            found[key] = {name: round(value, 3) for name, value in row.items()}
+            try:
+                with sdpa_kernel(kernel):
+                    found[key] = calls_of(attend, 4 * heads * dim * sum(length**2 for length in lengths), arguments)
+            except RuntimeError as error:  # what torch says of a kernel that takes no such heads
+                found[key] = {"refused": str(error)}
             print(key, found[key], flush=True)
     return found
+
+
+def calls_of(attend: Callable[[], object], flops: float, arguments: argparse.Namespace) -> dict[str, float]:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    attend()
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
+    again = timed(attend, arguments.rounds)
+    row = {"first_ms": 1e3 * first, "ms": 1e3 * again, "tflops": flops / again / 1e12}
+    return {name: round(value, 3) for name, value in row.items()}
 
 
 def media(kind: str, number: int, is_tiny: bool) -> tuple[Part, ...]:
