@@ -42,7 +42,9 @@ As of the last run below, and of those before it for what it has not measured.
 | `kill -9`: seen; streams go on; memory back | 0.3-4 ms; 1-23 ms; all of it |
 | two hosts on GPUs up; back after `kill -9` | 2.9-5.5 s; 3.6-4.6 s |
 
-What was not run on GPUs: more than two of them; GPUs without NVLink.
+What was not run on GPUs: more than two of them; GPUs without NVLink. Nor what has changed since the last run below: an
+NCCL edge asks less of torch for each value, and its two ends meet in a communicator that can be given up; an edge of
+`cuda_ipc` between two GPUs takes no memory of the sender's.
 """  # noqa: E501 - rows of a table
 
 

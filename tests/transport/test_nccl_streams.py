@@ -1,11 +1,15 @@
-"""Which streams NCCL is given a value in. What stands in for torch's streams writes down what is asked of them."""
+"""Which streams NCCL is given a value in, and what ends the wait for its other end. What stands in for torch's streams
+writes down what is asked of them.
+"""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
+from omniflow.transport import nccl
 from omniflow.transport.nccl import _RECEIVER, _SENDER, Notes, _NcclWay
 
 torch = pytest.importorskip("torch")
@@ -104,3 +108,44 @@ def test_a_receive_goes_beside_a_default_stream_that_is_busy(monkeypatch: pytest
     with pytest.raises(RuntimeError, match="out of memory"):
         way.receive(5)
     assert current[0] is way._default
+
+
+class Slow:
+    """A communicator whose other end does not come."""
+
+    made: list[Slow]
+
+    def __init__(self, name: bytes, rank: int) -> None:
+        self.waits, self.aborted = threading.Event(), threading.Event()
+        self.made.append(self)
+
+    def open(self) -> None:
+        self.waits.set()
+        if self.aborted.wait(1):
+            raise RuntimeError("the communicator was closed")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_no_thread_waits_for_a_peer_that_dies_while_the_two_meet(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had said that it comes. The link ends while NCCL waits, or just before NCCL is asked."""
+    monkeypatch.setattr(nccl, "Communicator", Slow)
+    made: list[Slow] = []
+    monkeypatch.setattr(Slow, "made", made, raising=False)
+    way = _NcclWay(_RECEIVER, Notes(lambda key, value: None))
+    way.notes.put("name", bytes(128))
+    problems: list[str | None] = []
+    if early:
+        way.abort()
+    thread = threading.Thread(target=lambda: problems.append(nccl._opened(way)))
+    thread.start()
+    while not made:
+        thread.join(0.001)
+    if not early:
+        assert made[0].waits.wait(1)
+        way.abort()
+    thread.join(1)
+    assert problems == ["RuntimeError: the communicator was closed"]
+    assert made[0].aborted.is_set()
