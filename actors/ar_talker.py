@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import secrets
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 
 from actors.catalogue import PACKAGED
 from actors.roles import TalkerRole
+from actors.seeds import part_seed, request_seed
 from actors.thinker import GATHER_S, torch_device
 from omniflow.actor import Context, Emit, Stream
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
@@ -215,7 +215,7 @@ class _Speech:
         self.lines: deque[_Line] = deque()
         self._segments = segments
         self._run_id = ctx.run_id
-        self._seed = secrets.randbits(64) if ctx.options.seed is None else ctx.options.seed % 2**64
+        self._seed = request_seed(ctx.options)
         self._numbers = itertools.count()
 
     async def read(self, wait: bool) -> Segment | None:
@@ -228,7 +228,7 @@ class _Speech:
     def add(self, segment: Segment, prompts: Sequence[Prompt]) -> None:
         """The utterances of `segment`. Each has a seed of its own: no two say their words with the same noise."""
         for prompt, number in zip(prompts, self._numbers, strict=False):
-            seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1, np.uint64)[0])
+            seed = part_seed(self._seed, number)
             id = f"{self._run_id}-{number:06}"
             self.lines.append(_Line(prompt, id, seed, segment.index, number == 0, prompt is prompts[-1]))
 

@@ -9,9 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from actors.tokenizer import encode_texts
+from actors.checkpoint import language_part, read_json
+from actors.tokenizer import encode_texts, load_tokenizer
 from actors.tool_prompt import Turn, arguments_of, described, in_plain_turns
 from omniflow.errors import InvalidInputError, WeightsError
 from omniflow.media import Tool, ToolCall
@@ -26,16 +25,16 @@ PLAIN = re.compile(r"[\w\s.,:;!?()'/+*=%&#@$-]*")
 
 
 class ChatFormat:
-    """How one model wants to read a conversation: its chat template, its tokenizer, and its `context`, in tokens."""
+    """How one model wants to read a conversation: its chat template, its tokenizer, and its `context`, in tokens.
+
+    Raises WeightsError where `folder` lacks one of these, or it is broken.
+    """
 
     def __init__(self, folder: Path) -> None:
-        import tokenizers
-
-        config = msgspec.json.decode((folder / "config.json").read_bytes())
-        self.context: int = config.get("text_config", config)["max_position_embeddings"]
+        self.context = _context(folder)
         self._names = _token_names(folder)
         self._template, self._knows_tools = _template(folder)
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer = load_tokenizer(folder)
         self._tokenizer.encode_special_tokens = True  # as text, wherever it meets them
         known = self._tokenizer.get_added_tokens_decoder()
         self._control = {token.content: id for id, token in known.items() if token.special}
@@ -203,7 +202,15 @@ def _tojson(
     return text.replace("\ue000", "\ue002")
 
 
+def _context(folder: Path) -> int:
+    """Tokens that the model can see. Raises WeightsError where config.json does not say."""
+    context = language_part(read_json(folder / "config.json")).get("max_position_embeddings")
+    if not isinstance(context, int):
+        raise WeightsError(f"{folder}: config.json names no max_position_embeddings, which bounds a conversation")
+    return context
+
+
 def _token_names(folder: Path) -> dict[str, str]:
     """`bos_token` and its like, which templates may use."""
-    config = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes())
+    config = read_json(folder / "tokenizer_config.json")
     return {name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)}

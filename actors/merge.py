@@ -34,7 +34,7 @@ class Merge(Actor):
         return (self._weights,)
 
     async def setup(self) -> None:
-        """Load tokenizer and template (0.2 s)."""
+        """Load tokenizer and template (0.2 s). Raises WeightsError where the checkpoint lacks one of them."""
         self._chat = await self.offload(ChatFormat, self._weights.path())
         self._length = PromptLength(self._chat.context, self._chat.count)
 

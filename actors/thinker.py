@@ -10,6 +10,7 @@ import msgspec
 
 from actors.answer_grammar import AnswerGrammar, answer_grammar
 from actors.catalogue import PACKAGED
+from actors.checkpoint import language_part, read_json
 from actors.roles import ThinkerRole
 from actors.tokenizer import load_tokenizer
 from actors.tool_format import HERMES
@@ -238,15 +239,15 @@ def end_token_ids(folder: Path) -> frozenset[int]:
     Raises WeightsError where a file is broken or none names one.
     """
     for name in ("generation_config.json", "config.json"):
-        config = _json(folder / name)
-        for part in (config, _of_language(config)):
+        config = read_json(folder / name)
+        for part in (config, language_part(config)):
             try:
                 found = msgspec.convert(part.get("eos_token_id"), int | list[int] | None)
             except msgspec.ValidationError as error:
                 raise WeightsError(f"{folder / name} is broken: {error}") from error
             if found is not None:
                 return frozenset([found] if isinstance(found, int) else found)
-    token = _json(folder / "tokenizer_config.json").get("eos_token")
+    token = read_json(folder / "tokenizer_config.json").get("eos_token")
     if token is not None:
         end = load_tokenizer(folder).token_to_id(token["content"] if isinstance(token, dict) else token)
         if end is not None:
@@ -257,27 +258,11 @@ def end_token_ids(folder: Path) -> frozenset[int]:
     )
 
 
-def _json(file: Path) -> dict[str, Any]:
-    """What stands in `file`, nothing where it is not there. Raises WeightsError where it is broken."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
-        return {}
-    except msgspec.DecodeError as error:
-        raise WeightsError(f"{file} is broken: {error}") from error
-
-
-def _of_language(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of the config.json of a model that has others, too."""
-    part: dict[str, Any] = config.get("text_config", config.get("llm_config", config))
-    return part
-
-
 def _refuse_heads(folder: Path, tp: int) -> None:
     """Raises StartError where the model in `folder` has attention heads that `tp` GPUs cannot share evenly."""
     if tp == 1:
         return
-    config = _of_language(_json(folder / "config.json"))
+    config = language_part(read_json(folder / "config.json"))
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads", heads)
     # Of keys and values a GPU may have a head that others have, too.
@@ -298,9 +283,9 @@ def _grammars(tokenizer: Tokenizer, folder: Path, end_ids: frozenset[int]) -> Gr
     """None where the tokenizer is of a kind that no grammar can be applied to."""
     from omniflow.engine.grammar import Grammars
 
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     try:
-        return Grammars(tokenizer.to_str(), _of_language(config)["vocab_size"], end_ids)
+        return Grammars(tokenizer.to_str(), language_part(config)["vocab_size"], end_ids)
     except StartError:
         return None
 

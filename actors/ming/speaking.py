@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Literal
-
-import numpy as np
 
 from actors.catalogue import PACKAGED
 from actors.ming.script import MingScript
@@ -20,6 +17,7 @@ from actors.ming.voices import (
     named_voices,
 )
 from actors.roles import TalkerRole
+from actors.seeds import part_seed, request_seed
 from actors.thinker import torch_device
 from omniflow.actor import Context, Emit, NamedVoice, Stream
 from omniflow.engine.base import Engine, EngineRequest, Sampling
@@ -121,7 +119,7 @@ class MingTalker(TalkerRole):
         """See the class. Raises UnsupportedError for another `speed` than 1, InvalidInputError for an unknown voice."""
         if ctx.options.speed != 1:
             raise UnsupportedError(f"speed {ctx.options.speed} is not offered by this talker: give 1", param="speed")
-        seed = secrets.randbits(64) if ctx.options.seed is None else ctx.options.seed % 2**64
+        seed = request_seed(ctx.options)
         voice, said, is_heard = self._voice(ctx.options), "", False
         async for segment in segments:
             prompt = await self.offload(self._script.prompt, segment.text, voice, said)
@@ -129,7 +127,7 @@ class MingTalker(TalkerRole):
             if prompt is None:
                 continue
             # Each has a seed of its own: no two say their words with the same noise.
-            own = int(np.random.SeedSequence([seed, segment.index]).generate_state(1, np.uint64)[0])
+            own = part_seed(seed, segment.index)
             sampling = Sampling(temperature=self._temperature, seed=own, max_tokens=prompt.max_steps)
             id = f"{ctx.run_id}-{segment.index:06}"
             request = EngineRequest(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import secrets
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 from actors.catalogue import PACKAGED
 from actors.piper import PIPER_JOE
 from actors.piper.voice import PAUSES, SENTENCE_ENDS, Voice, open_graph
+from actors.seeds import request_seed
 from omniflow.actor import Actor, Context, Emit, NamedVoice, Stream
 from omniflow.errors import InvalidInputError
 from omniflow.media import Latents, Segment
@@ -74,7 +74,7 @@ class PiperTalker(Actor):
     async def run(self, segments: Stream[Segment], emit: Emit[Latents], ctx: Context) -> None:
         """See the class. A step keeps a core busy for at most 80 ms."""
         speed = _checked_speed(ctx.options.speed)
-        seed = secrets.randbits(64) if ctx.options.seed is None else ctx.options.seed % 2**64
+        seed = request_seed(ctx.options)
         rng = np.random.default_rng(seed)
         sizes = itertools.chain((FIRST_FRAMES, 2 * FIRST_FRAMES), itertools.repeat(MOST_FRAMES))
         async for segment in segments:

@@ -337,6 +337,27 @@ async def test_checkpoint_without_a_template_is_refused(tmp_path: Path) -> None:
         await Merge(model=str(checkpoint(tmp_path, None))).setup()
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", r"config\.json is broken"),
+        ("config.json", "{}", "names no max_position_embeddings"),
+        ("tokenizer.json", "{}", r"tokenizer\.json is not a tokenizer"),
+        ("tokenizer.json", None, r"has no tokenizer\.json"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json is broken"),
+    ],
+)
+async def test_a_checkpoint_that_is_not_whole_is_named(
+    tmp_path: Path, file: str, content: str | None, message: str
+) -> None:
+    folder = checkpoint(tmp_path, "{{ messages[0].content }}")
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
+    with pytest.raises(WeightsError, match=message):
+        await Merge(model=str(folder)).setup()
+
+
 def test_weights_are_those_of_the_model() -> None:
     assert [weights.name for weights in Merge(model=NAME).weights()] == [NAME]
     with pytest.raises(WeightsError, match="unknown weights 'smollm2'; did you mean smollm2-135m-instruct"):
