@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SAMPLE_RATE_HZ = 16_000
 SPEAKER_DIM = 192
+"""Of the embedding."""
 FILE = "campplus.onnx"
 _NUM_MELS = 80
 

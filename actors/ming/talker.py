@@ -10,6 +10,7 @@ from torch import nn
 from actors.ming.config import Talker
 from actors.ming.dit import Aggregator, DitNet
 from actors.ming.qwen2 import KeyValues, Qwen2Decoder, step
+from actors.ming.speaker import SPEAKER_DIM
 from actors.ming.weights import AGGREGATOR, BACKBONE, FLOW, load, part
 from omniflow.engine.flow import FlowHead, FlowKnobs, FlowState, FlowStep, time_grid
 from omniflow.errors import ContextLengthError
@@ -17,8 +18,6 @@ from omniflow.errors import ContextLengthError
 SOLVER_STEPS = 10
 MIN_STEPS = 4
 """Before it has taken so many, a segment does not end."""
-SPEAKER_DIM = 192
-"""Of the speaker's embedding, which CAM++ makes."""
 
 
 class TalkerStream:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from actors.ming.speaker import SPEAKER_DIM
+
 Config = Mapping[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 
-SPEAKER_DIM = 192
 _VAE_AGGREGATOR_LAYERS = 4
 """Whatever the encoder's config says."""
 

@@ -168,10 +168,7 @@ def listed_voices(folder: Path) -> dict[str, Listed]:
 def named_voices(folder: Path) -> list[NamedVoice]:
     """The voices of the checkpoint in `folder`, the default first; one without a name of its own where it has none."""
     listed = listed_voices(folder)
-    named = [
-        NamedVoice(name, "zh-CN" if _IDEOGRAPH.search(each.prompt_text or "") else "en-US")
-        for name, each in listed.items()
-    ]
+    named = [NamedVoice(name, each.language) for name, each in listed.items()]
     return named or [NamedVoice(UNNAMED, "zh-CN")]
 
 
