@@ -379,8 +379,8 @@ class NcclLane(Lane):
     def put(self, block: Block, parts: Sequence[Part]) -> None:
         if self._out is None or self._port is None:
             return
-        tensor = parts[0].tensor if len(parts) == 1 else _packed(parts, block.length)
         try:
+            tensor = parts[0].tensor if _may_leave(parts) else _packed(parts, block.length)
             self.pool.held[block.slot] = (self._out.send(tensor, block.length), tensor)
         except RuntimeError as error:  # whatever torch.distributed cannot do: mostly, the peer has died
             self.refuse(_first_line(error), self._port.peer)
@@ -453,6 +453,13 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def _may_leave(parts: Sequence[Part]) -> bool:
+    """True for one tensor in memory of torch's allocator, which keeps it until the stream that sends is through. A view
+    of a peer's memory, which goes back when the default stream is through, is sent as a copy.
+    """
+    return len(parts) == 1 and parts[0].tensor.untyped_storage().resizable()
 
 
 def _packed(parts: Sequence[Part], size: int) -> torch.Tensor:

@@ -517,6 +517,36 @@ async def test_a_send_that_fails_is_told_to_the_receiver() -> None:
         ends.lane_b._in = kept
 
 
+async def test_what_torch_does_not_keep_until_it_is_sent_is_sent_as_a_copy() -> None:
+    """A view of a peer's pool goes back once the default stream is through with it, whoever still sends it."""
+    async with Ends.opened("nccl") as ends:
+        assert isinstance(ends.lane_a, NcclLane) and ends.lane_a._out is not None
+        sent: list[int] = []
+        send = ends.lane_a._out.send
+        ends.lane_a._out.send = lambda tensor, size: sent.append(tensor.data_ptr()) or send(tensor, size)
+        own, borrowed = torch.arange(100), torch.from_numpy(np.arange(100))
+        assert torch.equal(await ends.there(own[:90], torch.Tensor), own[:90])
+        assert torch.equal(await ends.there(borrowed, torch.Tensor), own)
+        assert sent[0] == own.data_ptr() and sent[1] != borrowed.data_ptr()
+
+
+async def test_where_there_is_no_memory_to_pack_tensors_the_receiver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message that promises them has left."""
+
+    def fail(*_arguments: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    async with Ends.opened("nccl") as ends:
+        assert isinstance(ends.lane_b, NcclLane)
+        monkeypatch.setattr(nccl, "_packed", fail)
+        ends.lane_b._in, kept = None, ends.lane_b._in  # its receive would wait for what does not come
+        await ends.send([torch.zeros(9), torch.zeros(9)], list[torch.Tensor])
+        while not ends.at_b.bad:
+            await ends.at_b.news()
+        assert ends.lane_a.problem == "RuntimeError: out of memory"
+        ends.lane_b._in = kept
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without NCCL")
 async def test_where_there_is_no_nccl_both_ends_know_at_once() -> None:
     """A sender that cannot make a communicator does not let its receiver wait for one."""
