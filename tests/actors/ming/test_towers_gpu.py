@@ -1,4 +1,4 @@
-"""The towers at the widths of Ming-flash-omni, of few layers: a GPU hears and sees what a CPU does, 16 bits nearly."""
+"""Small towers with heads as wide as those of Ming-flash-omni: a GPU hears and sees what a CPU does, 16 bits nearly."""
 
 from __future__ import annotations
 
@@ -30,12 +30,20 @@ from tests.actors.test_pictures import encoded, scene
 CONFIG: dict[str, Any] = {
     "llm_config": {"hidden_size": 256},
     "mlp_depth": 2,
-    "audio_config": {"whisper_encoder_config": {"n_layer": 2, "n_ctx": 200}},
-    "vision_config": {"depth": 2, "num_position_embeddings": 576, "deepstack_visual_indexes": []},
+    "audio_config": {"whisper_encoder_config": {"n_state": 256, "n_head": 4, "n_layer": 4, "n_ctx": 200}},
+    "vision_config": {
+        "depth": 4,
+        "hidden_size": 288,
+        "intermediate_size": 720,
+        "num_heads": 4,
+        "out_hidden_size": 320,
+        "num_position_embeddings": 576,
+        "deepstack_visual_indexes": [],
+    },
 }
 """Heads of 64 and of 72."""
-EXACT, NEAR = 1e-4, 0.05
-"""How far rows, which have length 1, may be from those of the CPU in float32: in float32, and in bfloat16."""
+EXACT, NEAR = 1e-4, 0.1
+"""How far rows, which have length 1, may be from those of the CPU in float32: in float32, and in bfloat16 (0.035 there)."""
 ON = [
     pytest.param("cpu", marks=pytest.mark.timeout(60)),
     pytest.param(
