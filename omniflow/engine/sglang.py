@@ -22,7 +22,8 @@ from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
 from omniflow.engine.checks import check_length, check_prompt, check_rows
 from omniflow.engine.places import Places
 from omniflow.engine.ranks import ALONE, Ranks
-from omniflow.engine.sglang_scheduler import Held, Progress, SteppedScheduler, Way, abort, build, close, submit
+from omniflow.engine.sglang_outbox import Progress
+from omniflow.engine.sglang_scheduler import Held, SteppedScheduler, Way, abort, build, close, submit
 from omniflow.engine.stops import Decode, has_stopped
 from omniflow.errors import (
     InvalidInputError,

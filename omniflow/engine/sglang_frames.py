@@ -24,7 +24,8 @@ from omniflow.engine.heads import FrameHead, Knobs, frame_noise
 from omniflow.engine.queue import RunQueue
 from omniflow.engine.sglang import Finish, SGLangEngine, finish_reason, server_settings
 from omniflow.engine.sglang_models.frame_model import SETUP, STOP, FrameSetup, OmniflowFrameModel
-from omniflow.engine.sglang_scheduler import Progress, SteppedScheduler, Way, build, register
+from omniflow.engine.sglang_outbox import Progress
+from omniflow.engine.sglang_scheduler import SteppedScheduler, Way, build, register
 
 MAX_STEPS = 4096
 """Of one request. Its noise for all of them lies on the GPU: 256 KiB of 16 codes."""

@@ -1,6 +1,6 @@
 """All that omniflow knows of SGLang's insides: its scheduler, held in this process and stepped by its owner.
 
-No socket and no child process: what SGLang would send is put into a list (`Outbox`). What differs between the
+No socket and no child process: what SGLang would send is put into a list (`sglang_outbox.py`). What differs between the
 `VERSIONS` is in `_construct`. SGLang's settings and process groups are global to a process, so there is one scheduler
 in a process, for the life of it.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 from array import array
 from collections import deque
 from collections.abc import Iterator
@@ -50,8 +49,8 @@ from omniflow.engine.group import meet
 from omniflow.engine.places import Places
 from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.sglang_models.placed import PlacedModel
+from omniflow.engine.sglang_outbox import Aside, Outbox, Progress, spans, taken
 from omniflow.errors import RequestError, StartError
-from omniflow.media import TokenLogprob
 
 if TYPE_CHECKING:
     from omniflow.engine.grammar import Matcher
@@ -64,47 +63,6 @@ _OLDEST = (0, 5, 17)
 _PLAIN = Places(None, None)
 _RANKS_IN_CONTEXT = (0, 5, 18)
 """From this version on the scheduler reads its rank from what was published, instead of taking it."""
-
-
-class Progress(NamedTuple):
-    """What a batch gave one request: its new tokens, and why it ended (None: it goes on)."""
-
-    rid: str
-    ids: list[int]
-    finish: dict[str, Any] | None
-    logprobs: list[TokenLogprob]
-    frames: torch.Tensor | None = None
-    """int64 [1, num_codes], where the model makes frames."""
-    hidden: torch.Tensor | None = None
-    """[n, hidden] of the inputs that were computed since its last, where they are asked for."""
-
-
-class Aside:
-    """What SGLang does not carry of a request: its `places`, and which input's hidden state is told next (None: none).
-
-    `hidden` are those that are computed and not told.
-    """
-
-    def __init__(self, places: Places, next_hidden: int | None, may_wait: bool = False) -> None:
-        self.places = places
-        self.next_hidden = next_hidden
-        self.may_wait = may_wait
-        """Its tokens may be told some at a time: nobody decides by each of them whether it goes on."""
-        self.hidden: list[torch.Tensor] = []
-
-    def told(self) -> torch.Tensor | None:
-        """The hidden states to tell now."""
-        if not self.hidden:
-            return None
-        (hidden, *later), self.hidden = self.hidden, []
-        if later:
-            hidden = torch.cat([hidden, *later])
-        if hidden.is_cuda:
-            # Whoever reads them does so in the default stream, which waits for no other.
-            hidden.record_stream(torch.cuda.default_stream(hidden.device))
-            if later:
-                torch.cuda.current_stream().synchronize()
-        return hidden
 
 
 class Held(BaseGrammarObject):  # type: ignore[misc]
@@ -156,61 +114,6 @@ class Held(BaseGrammarObject):  # type: ignore[misc]
             yield
         except RequestError as error:
             self.error = error.with_traceback(None)
-
-
-class Outbox:
-    """Takes the place of SGLang's streamer and of its sockets: holds what the last batch gave."""
-
-    def __init__(self) -> None:
-        self.progress: list[Progress] = []
-        self.asides: dict[str, Aside] = {}
-        """By request, until its end is told."""
-        self.frames: torch.Tensor | None = None
-        """Those of the batch whose results come next, int64 [batch, num_codes]."""
-        self.gather_s = 0.0
-        """How long tokens may wait for later ones; the first and the last of a request do not."""
-        self._gave = 0.0
-
-    def stream_output(self, reqs: list[Any], return_logprob: bool, skip_req: Any = None) -> None:
-        """Called by SGLang with the requests of a batch whose results are in. `skip_req` still reads its prompt."""
-        now = time.monotonic()
-        waits = self.frames is None and now - self._gave < self.gather_s
-        if not waits:
-            self._gave = now
-        for place, req in enumerate(reqs):
-            if waits and req.send_token_offset and not req.finished() and self.asides[req.rid].may_wait:
-                continue
-            # With overlap a request is in one batch more after its last: `finished_output` says that it was told.
-            if req is skip_req or (req.finished() and req.finished_output):
-                continue
-            req.finished_output = req.finished()
-            ids = req.output_ids if req.finished_len is None else req.output_ids[: req.finished_len]
-            start, req.send_token_offset = req.send_token_offset, len(ids)
-            finish = req.finished_reason.to_json() if req.finished_reason else None
-            if start == len(ids) and finish is None:
-                continue  # it was taken back while this batch ran: its token is not counted, and drawn anew
-            logprobs = _logprobs(req, start, len(ids)) if req.return_logprob else []
-            frames = None if self.frames is None else self.frames[place : place + 1]
-            hidden = self.asides[req.rid].told()
-            self.progress.append(Progress(req.rid, list(ids[start:]), finish, logprobs, frames, hidden))
-            if req.finished_output:
-                del self.asides[req.rid]
-
-    def send_output(self, output: object, recv_obj: Any = None) -> None:
-        """Called by SGLang for a request that it drops before it ran."""
-        if isinstance(output, AbortReq):
-            self.asides.pop(output.rid, None)
-            self.progress.append(Progress(output.rid, [], output.finished_reason or {"type": "abort"}, []))
-
-
-def _logprobs(req: Any, start: int, end: int) -> list[TokenLogprob]:
-    found, span = req.logprob, slice(start, end)
-    ids, values = found.output_token_logprobs_idx[span], found.output_token_logprobs_val[span]
-    if not req.logprob.top_logprobs_num:
-        return [TokenLogprob(*each) for each in zip(ids, values, strict=True)]
-    top = zip(found.output_top_logprobs_idx[span], found.output_top_logprobs_val[span], strict=True)
-    likeliest = (tuple(zip(*each, strict=True)) for each in top)
-    return [TokenLogprob(*each) for each in zip(ids, values, likeliest, strict=True)]
 
 
 class SteppedScheduler(Scheduler):  # type: ignore[misc]
@@ -293,13 +196,13 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         result.hidden = []
         if self._asks_hidden:
             with self.forward_stream_ctx if self.enable_overlap else contextlib.nullcontext():
-                result.hidden = _taken(result.logits_output.hidden_states, batch, asides)
+                result.hidden = taken(result.logits_output.hidden_states, batch, asides)
                 result.hidden_taken = self.forward_stream.record_event() if self.enable_overlap else None
         return result
 
     def _read_places(self, batch: Any, asides: list[Aside | None]) -> None:
         rows, places = batch.req_pool_indices_cpu.tolist(), [aside.places if aside else _PLAIN for aside in asides]
-        told = [(row, each, *span) for row, each, span in zip(rows, places, _spans(batch), strict=True)]
+        told = [(row, each, *span) for row, each, span in zip(rows, places, spans(batch), strict=True)]
         for tensor in self.model.read(told):
             if self.enable_overlap:
                 tensor.record_stream(self.forward_stream)
@@ -351,28 +254,6 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         """Hand out the results of the batch before, if that has not been done."""
         if self.result_queue:
             self.process_batch_result(*self.result_queue.popleft())
-
-
-def _spans(batch: Any) -> list[tuple[int, int]]:
-    """Of each request of a batch that reads prompts: which of its inputs are computed."""
-    return [(start, start + size) for start, size in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
-
-
-def _taken(hidden: torch.Tensor, batch: Any, asides: list[Aside | None]) -> list[tuple[Aside, torch.Tensor]]:
-    """Copies of those of [n, hidden] that are asked for: a CUDA graph's next step writes over its own."""
-    reads = batch.forward_mode.is_extend()
-    if not reads:
-        hidden = hidden.clone()
-    taken, offset = [], 0
-    for aside, (start, end) in zip(asides, _spans(batch) if reads else [(0, 1)] * len(asides), strict=True):
-        if aside is not None and aside.next_hidden is not None:
-            first = max(aside.next_hidden, start) if reads else start
-            if first < end:
-                rows = hidden[offset + first - start : offset + end - start]
-                taken.append((aside, rows.clone() if reads else rows))
-                aside.next_hidden = end if reads else aside.next_hidden + 1
-        offset += end - start
-    return taken
 
 
 def _needs_last_tokens(batch: Any) -> bool:
