@@ -106,7 +106,7 @@ def two_gpus(parts: dict[str, Any]) -> list[str]:
         found = [f"{SIZES[size]} {part[size]['stream_gb_s']}" for size in SIZES if "stream_gb_s" in part.get(size, {})]
         if found:
             lines.append(f"- GB/s of {name}, one value behind the other: {', '.join(found)}")
-    for name in ("omniflow, cuda_ipc between GPUs", "omniflow, nccl"):
+    for name in ("omniflow, cuda_ipc between GPUs", "omniflow, nccl", "omniflow, nccl on uvloop"):
         if name in there and bare is not None:
             for metric in ("ready", "half_round_trip"):
                 found = [

@@ -701,12 +701,8 @@ def parts() -> dict[str, Callable[[], Any]]:
             "host bounce between GPUs": lambda: anyio.run(hops, "host", 1),
             "kill -9 of the reader, nccl": lambda: anyio.run(killed_reader, "nccl", 1),
             "kill -9 of the writer, nccl": lambda: anyio.run(killed_writer, "nccl", 1),
-            "kill -9 of the reader, cuda_ipc between GPUs": lambda: anyio.run(
-                killed_reader, "cuda_ipc between GPUs", 1
-            ),
-            "kill -9 of the writer, cuda_ipc between GPUs": lambda: anyio.run(
-                killed_writer, "cuda_ipc between GPUs", 1
-            ),
+            "kill -9 of the reader, cuda_ipc between GPUs": lambda: anyio.run(killed_reader, "cuda_ipc, far", 1),
+            "kill -9 of the writer, cuda_ipc between GPUs": lambda: anyio.run(killed_writer, "cuda_ipc, far", 1),
         }
     return found
 
