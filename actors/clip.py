@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -35,9 +36,9 @@ class Clip:
         if not data:
             raise self._invalid("the audio is empty (0 bytes)")
         try:
-            self._file = _forwards(data)
-        except soundfile.LibsndfileError as error:
-            raise self._invalid(f"the audio cannot be decoded ({error.error_string}); {_FORMATS_TAKEN}") from error
+            self._file: _Sound = _Mp3(data) if _is_mp3(data) else _forwards(data)
+        except (soundfile.LibsndfileError, _BrokenError) as error:
+            raise self._invalid(f"the audio cannot be decoded ({_why(error)}); {_FORMATS_TAKEN}") from error
         rate_hz, channels = self._file.samplerate, self._file.channels
         if self._file.format not in FORMATS:
             raise self._invalid(f"audio in the format {self._file.format} is not taken; {_FORMATS_TAKEN}")
@@ -56,8 +57,8 @@ class Clip:
 
         try:
             frames = self._file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)
-        except soundfile.LibsndfileError as error:
-            raise self._invalid(f"the audio is broken ({error.error_string})") from error
+        except (soundfile.LibsndfileError, _BrokenError) as error:
+            raise self._invalid(f"the audio is broken ({_why(error)})") from error
         self.ended = len(frames) < BLOCK_FRAMES
         mono: np.ndarray = frames.mean(axis=1)
         if not np.isfinite(mono).all():
@@ -69,6 +70,78 @@ class Clip:
 
     def _invalid(self, why: str) -> InvalidInputError:
         return InvalidInputError(f"{self._where}: {why}", param=self._param)
+
+
+class _Sound(Protocol):
+    """What soundfile makes of a file."""
+
+    format: str
+    samplerate: int
+    channels: int
+
+    def read(self, frames: int, dtype: str, always_2d: bool) -> np.ndarray:
+        """The next `frames`, fewer at the end: [n, channels]."""
+
+
+class _BrokenError(Exception):
+    pass
+
+
+def _why(error: Exception) -> str:
+    """Without the name of the object that soundfile was given."""
+    import soundfile
+
+    return str(error.error_string if isinstance(error, soundfile.LibsndfileError) else error)
+
+
+def _is_mp3(data: bytes) -> bool:
+    """Whether it begins with a frame of one, or with a tag that no FLAC follows."""
+    if data[:3] == b"ID3":
+        at = 10 + sum(byte << shift for byte, shift in zip(data[6:10], (21, 14, 7, 0), strict=False))
+        return data[at : at + 4] != b"fLaC"
+    return len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0 and data[1] & 0x06 != 0
+
+
+class _Mp3:
+    """An mp3 as FFmpeg decodes it, mixed to mono: libsndfile's decoder writes to the terminal what it finds odd."""
+
+    format = "MP3"
+    channels = 1
+
+    def __init__(self, data: bytes) -> None:
+        import av
+
+        try:
+            self._container = av.open(io.BytesIO(data), "r", format="mp3", metadata_errors="ignore")
+        except av.FFmpegError as error:
+            raise _BrokenError(error.strerror) from error
+        self.samplerate = self._container.streams.audio[0].codec_context.sample_rate
+        self._left = np.zeros(0, np.float32)
+        self._decoded = self._decode()
+
+    def read(self, frames: int, dtype: str, always_2d: bool) -> np.ndarray:
+        """The next `frames`, fewer at the end: float32 [n, 1]."""
+        parts, missing = [self._left], frames - len(self._left)
+        while missing > 0 and (part := next(self._decoded, None)) is not None:
+            parts.append(part)
+            missing -= len(part)
+        samples = np.concatenate(parts)
+        self._left = samples[frames:]
+        return samples[:frames, None]
+
+    def _decode(self) -> Iterator[np.ndarray]:
+        import av
+
+        with self._container as container:
+            for packet in container.demux(container.streams.audio[0]):
+                try:
+                    decoded = packet.decode()
+                except av.InvalidDataError:  # what is no frame; the next may be one
+                    continue
+                for frame in decoded:
+                    if frame.sample_rate != self.samplerate:
+                        raise _BrokenError(f"{self.samplerate} Hz become {frame.sample_rate} Hz amid it")
+                    yield frame.to_ndarray().mean(axis=0, dtype=np.float32)
 
 
 def _forwards(data: bytes) -> soundfile.SoundFile:

@@ -160,6 +160,18 @@ async def test_name_of_the_format_does_not_matter(actor: Preprocess) -> None:
     assert result.audio is not None and len(result.audio.samples[0]) == 16_000
 
 
+async def test_what_is_odd_in_an_mp3_is_not_written_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is heard as far as it goes, behind tags, too."""
+    data = file(tone(2, 44_100), 44_100, "MP3")
+    tag = b"ID3\x04\0\0\0\0\0\x10" + bytes(16)
+    for odd in (data[: len(data) // 2], tag + data[: len(data) // 2]):
+        result = await Preprocess().run(chat(AudioPart(odd, "mp3")))
+        assert result.audio is not None and 0.8 < len(result.audio.samples[0]) / 16_000 < 1.2
+    error = await refusal(Preprocess(), AudioPart(tag + b"no audio at all" * 100, "mp3"))
+    assert "cannot be decoded" in str(error)
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
