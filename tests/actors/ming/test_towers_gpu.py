@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
 }
 """Heads of 64 and of 72."""
 EXACT, NEAR = 1e-4, 0.1
-"""How far rows, which have length 1, may be from those of a CPU in float32: in float32, and in bfloat16 (0.035 on it)."""
+"""How far rows, of length 1, may be from those of a CPU in float32: in float32, and in bfloat16 (0.035 on the CPU)."""
 ON = [
     pytest.param("cpu", marks=pytest.mark.timeout(60)),
     pytest.param(
