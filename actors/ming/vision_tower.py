@@ -45,7 +45,8 @@ class VisionTower(nn.Module):
 
         An image or a clip has the same rows in any company.
         """
-        order = sorted(range(len(seen)), key=lambda at: seen[at].grid[1:])  # frames of one size attend in one call
+        # Frames of as many patches, whoever sent them, attend in one call.
+        order = sorted(range(len(seen)), key=lambda at: seen[at].grid[1] * seen[at].grid[2])
         for passed in self._pass([seen[at] for at in order]):
             if passed is None:
                 yield None

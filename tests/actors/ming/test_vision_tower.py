@@ -89,7 +89,7 @@ def test_an_image_has_the_same_rows_in_any_company(tower: VisionTower) -> None:
         assert apart(rows, rows_of(tower, [each])[0]) <= 1e-5
 
 
-def test_frames_of_one_size_attend_in_one_call(tower: VisionTower, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_of_as_many_patches_attend_in_one_call(tower: VisionTower, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever sent them: on a GPU a call is a launch in each layer."""
     shapes: list[tuple[int, ...]] = []
     attend = F.scaled_dot_product_attention
@@ -99,7 +99,7 @@ def test_frames_of_one_size_attend_in_one_call(tower: VisionTower, monkeypatch: 
         return attend(query, key, value)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    rows_of(tower, [patches(grid) for grid in ((1, 4, 6), (1, 2, 2), (1, 4, 6), (3, 4, 6), (1, 2, 2))])
+    rows_of(tower, [patches(grid) for grid in ((1, 4, 6), (1, 2, 2), (1, 6, 4), (3, 4, 6), (1, 2, 2))])
     assert sorted(shapes) == [(2, 4)] * 4 + [(5, 24)] * 4  # in each of the 4 layers
 
 
