@@ -15,7 +15,7 @@ import pytest
 
 from omniflow.errors import DeviceError, ProtocolError
 from omniflow.messages import LaneAnswer, LaneNote
-from omniflow.transport import nccl
+from omniflow.transport import nccl, nccl_ways
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 from omniflow.transport.cuda_ipc import FREED, Arena, CudaIpcLane, DevicePool, reached
 from omniflow.transport.nccl import NcclLane
@@ -400,13 +400,13 @@ async def test_the_next_communicator_works_after_a_death() -> None:
 async def test_torch_finds_our_store_whenever_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group may ask again when the first tensor is sent; torch itself does not keep the Python part alive."""
     stores: list[Any] = []
-    make = nccl._make_group
+    make = nccl_ways._make_group
 
     def keep(rank: int, store: Any) -> Any:
         stores.append(torch.distributed.PrefixStore("later", store))
         return make(rank, store)
 
-    monkeypatch.setattr(nccl, "_make_group", keep)
+    monkeypatch.setattr(nccl_ways, "_make_group", keep)
     async with Ends.opened("nccl"):
         gc.collect()
         for store in stores:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from omniflow.transport import nccl
-from omniflow.transport.nccl import _RECEIVER, _SENDER, Notes, _NcclWay
+from omniflow.transport import nccl, nccl_ways
+from omniflow.transport.nccl_ways import RECEIVER, SENDER, NcclWay, Notes
 
 torch = pytest.importorskip("torch")
 
@@ -67,7 +67,7 @@ class Communicator:
 
 
 def way_of(rank: int, calls: list[Any]) -> Any:
-    way: Any = _NcclWay(rank, Notes(lambda key, value: None))
+    way: Any = NcclWay(rank, Notes(lambda key, value: None))
     way._communicator, way._ready = Communicator(calls), Ready(calls)
     way._default, way._stream = Stream(0, calls), Stream(7, calls)
     return way
@@ -75,7 +75,7 @@ def way_of(rank: int, calls: list[Any]) -> Any:
 
 def test_a_send_waits_for_the_default_stream_where_that_is_busy() -> None:
     calls: list[Any] = []
-    way = way_of(_SENDER, calls)
+    way = way_of(SENDER, calls)
     way.send(Bytes(calls), 5)
     assert calls == [("send", 1000, 5, 7), ("used by", 7)]
     calls.clear()
@@ -87,7 +87,7 @@ def test_a_send_waits_for_the_default_stream_where_that_is_busy() -> None:
 def test_a_receive_goes_beside_a_default_stream_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is of the stream that writes to it, and the default stream waits for it alone."""
     calls: list[Any] = []
-    way = way_of(_RECEIVER, calls)
+    way = way_of(RECEIVER, calls)
     current = [way._default]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
@@ -131,10 +131,10 @@ class Slow:
 @pytest.mark.parametrize("early", [False, True])
 def test_no_thread_waits_for_a_peer_that_dies_while_the_two_meet(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had said that it comes. The link ends while NCCL waits, or just before NCCL is asked."""
-    monkeypatch.setattr(nccl, "Communicator", Slow)
+    monkeypatch.setattr(nccl_ways, "Communicator", Slow)
     made: list[Slow] = []
     monkeypatch.setattr(Slow, "made", made, raising=False)
-    way = _NcclWay(_RECEIVER, Notes(lambda key, value: None))
+    way = NcclWay(RECEIVER, Notes(lambda key, value: None))
     way.notes.put("name", bytes(128))
     problems: list[str | None] = []
     if early:
