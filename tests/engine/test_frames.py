@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -176,6 +177,14 @@ def test_what_cannot_run_is_refused_and_the_next_request_works() -> None:
         engine.start(asked("c", prompt(4)))
     outputs = drain(engine)
     assert torch.equal(frames_of(outputs["a"]), frames_of(outputs["b"]))
+
+
+def test_urgent_ones_run_before_others_that_wait() -> None:
+    engine = FrameEngine(model(), max_running=1)
+    for id in ("a", "b", "urgent"):
+        request = asked(id, prompt(4), seed=1, max_tokens=2)
+        engine.start(msgspec.structs.replace(request, urgent=id == "urgent"))
+    assert list(drain(engine)) == ["urgent", "a", "b"]
 
 
 @pytest.mark.anyio

@@ -307,6 +307,13 @@ def test_a_request_waits_until_the_cache_has_room() -> None:
     assert {id: len(ids_of(outputs)) for id, outputs in drain(engine).items()} == {"a": 9, "b": 10}
 
 
+def test_urgent_ones_run_before_others_that_wait() -> None:
+    engine = engine_on(LLAMA, max_running=1)
+    for id in ("a", "b", "urgent"):
+        engine.start(msgspec.structs.replace(request(id, prompt(4), max_tokens=2), urgent=id == "urgent"))
+    assert list(drain(engine)) == ["urgent", "a", "b"]
+
+
 @pytest.mark.parametrize(("length", "fits"), [(CONTEXT - 1, True), (CONTEXT, False), (5000, False)])
 def test_a_prompt_that_cannot_fit_is_refused(length: int, fits: bool) -> None:
     engine = engine_on(LLAMA)
