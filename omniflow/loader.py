@@ -52,7 +52,12 @@ def from_anywhere(reference: str) -> str:
 
 
 def model_from_anywhere(model: str) -> str:
-    """The checkpoint `model` as it means the same in any folder: a path is made absolute."""
+    """The checkpoint `model` as it means the same in any folder: a path is made absolute.
+
+    Raises GraphError for an empty one, which as a path would be the current folder.
+    """
+    if not model.strip():
+        raise GraphError("the name of the checkpoint is empty; give a folder (. is this one), or hf:owner/repo")
     is_path = _is_checkpoint(model) and not model.startswith("hf:")
     return str(Path(model).expanduser().absolute()) if is_path else model
 

@@ -24,7 +24,9 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 TRIES = 3
 """How often a broken download is begun anew."""
 MANIFEST = "manifest.json"
+_AS_REPO = "write hf:owner/repo or hf:owner/repo@revision"
+_REPO = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Progress(Protocol):
@@ -342,6 +346,11 @@ class HubWeights(msgspec.Struct, frozen=True):
     repo: str
     revision: str | None = None
 
+    def __post_init__(self) -> None:
+        """Raises WeightsError for what is no `owner/repo`: the hub would be asked for it, 24 s where out of reach."""
+        if not _REPO.fullmatch(self.repo):
+            raise WeightsError(f"{self.name}: not the name of a repository; {_AS_REPO}")
+
     @property
     def name(self) -> str:
         """As the user wrote it: `hf:owner/repo[@revision]`."""
@@ -393,6 +402,7 @@ class HubWeights(msgspec.Struct, frozen=True):
             from huggingface_hub.errors import HFValidationError
         except ImportError as error:
             raise WeightsError(f"{self.name} needs huggingface_hub: run `pip install huggingface_hub`") from error
+        _log_once("huggingface_hub")
         try:
             return Path(ask(huggingface_hub))
         except (OSError, HFValidationError) as error:  # OSError is the base of all that its HTTP client raises
@@ -409,7 +419,7 @@ class HubWeights(msgspec.Struct, frozen=True):
             case errors.RevisionNotFoundError():
                 return f"the repository has no revision {self.revision!r}"
             case errors.HFValidationError():
-                return "not the name of a repository; write hf:owner/repo or hf:owner/repo@revision"
+                return f"not the name of a repository; {_AS_REPO}"
             case errors.LocalEntryNotFoundError() if local_files_only:
                 return f"not in the hub's cache; run `omniflow models fetch {self.name}`"
             case errors.LocalEntryNotFoundError():
@@ -458,6 +468,8 @@ def resolve(ref: str, packaged: Mapping[str, NamedWeights]) -> Weights:
 
     Nothing is fetched. Raises WeightsError where `ref` is none of these, or a path that does not exist.
     """
+    if not ref.strip():
+        raise WeightsError("the name of the weights is empty; give hf:owner/repo[@revision], or a path to a folder")
     if ref in packaged:
         return packaged[ref]
     if ref.startswith("hf:"):
@@ -515,7 +527,7 @@ def cache_folder() -> Path:
 
 
 class ProgressBar:
-    """A `Progress` that draws one bar on stderr, or a line for each step where stderr is no terminal.
+    """A `Progress` that draws one bar on stderr; a line for each step where there are no bytes, or no terminal.
 
     Nothing is drawn before the first report; `close` leaves the bar as it stands.
     """
@@ -525,7 +537,7 @@ class ProgressBar:
         self._bar: RichProgress | None = None
 
     def __call__(self, name: str, step: str, done_bytes: int = 0, total_bytes: int | None = None) -> None:
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and (self._bar is not None or total_bytes is not None):
             self._draw(f"{name}: {step}", done_bytes, total_bytes)
         elif step != self._step:
             sys.stderr.write(f"{name}: {step}\n")
@@ -557,6 +569,13 @@ class _BrokenDownload(Exception):
 
 def _silent(name: str, step: str, done_bytes: int = 0, total_bytes: int | None = None) -> None:
     """Stands in where nobody wants to be told."""
+
+
+def _log_once(library: str) -> None:
+    """Leave what `library` logs to the log of this process: with a handler of its own, each line would come twice."""
+    logger = logging.getLogger(library)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
 
 
 def _pip_download(requirements: Path, target: Path, downloaded: Callable[[int, int], None]) -> tuple[int, str]:

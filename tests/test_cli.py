@@ -32,6 +32,7 @@ from omniflow.cli.app import app, run_command_line
 from omniflow.cli.models import weights_named
 from omniflow.cli.tables import size_text
 from omniflow.config import RuntimeConfig, ServerConfig
+from omniflow.planner import cluster_named
 from omniflow.weights import InstalledWeights, PackagedWeights
 
 ROOT = Path(__file__).parents[1]
@@ -553,7 +554,9 @@ def test_a_named_profile_serves_the_checkpoint_that_is_named(tuned: Callable[...
         ("broken", "is broken"),
         ("./away", "there is no such folder"),
         ("ourn", "'ourn' is no folder; a checkpoint is that, or hf:owner/repo; known: here, hf:own/er"),
-        ("hf:no", "hf:no: "),
+        ("hf:no", "hf:no: not the name of a repository; write hf:owner/repo or hf:owner/repo@revision"),
+        ("hf:own/no", "hf:own/no: "),
+        ("", "the name of the checkpoint is empty; give a folder (. is this one), or hf:owner/repo"),
     ],
 )
 def test_checkpoints_that_no_profile_takes(
@@ -594,6 +597,39 @@ def test_doctor_fails_where_something_needed_is_missing(cli: Cli, monkeypatch: p
     assert ran.code == 1
     assert re.search(r"^pidfd +Operation not permitted", ran.out, re.MULTILINE)
     assert re.search(r"^missing ", ran.out, re.MULTILINE)
+
+
+def test_doctor_looks_at_what_a_graph_needs_too(tuned: Callable[..., Ran], cli: Cli) -> None:
+    Path("here").mkdir()
+    here = tuned("doctor", "--model", "own")
+    assert here.code == 0 and re.search(r"^profile small +fits ", here.out, re.MULTILINE)
+    assert re.search(rf"^{Path('own').absolute()} .*weights of first", here.out, re.MULTILINE)
+    away = tuned("doctor", "--profile", "large")
+    assert away.code == 1
+    assert re.search(r"^hf:own/er +missing +weights of first; .*there is no such folder", away.out, re.MULTILINE)
+    assert "name it, too" in refused(cli("doctor", "--profile", "large"))
+    assert "the name of the checkpoint is empty" in refused(tuned("doctor", "--model", ""))
+
+
+def test_doctor_fails_where_a_profile_does_not_fit(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "hub")
+    monkeypatch.setattr(
+        "omniflow.cli.app.this_machine", lambda: cluster_named("cpu", cpu_cores=2, memory_bytes=8 * 2**30)
+    )
+    ran = cli("doctor", "ming_omni", "--profile", "ming-omni-tts")
+    assert ran.code == 1
+    assert re.search(r"^profile ming-omni-tts +does not fit +.*wants a GPU", ran.out, re.MULTILINE)
+    assert re.search(r"^hf:inclusionAI/Ming-omni-tts-0.5B +missing +weights of talker, .*fetches them", ran.out, re.M)
+
+
+def test_stages_that_are_absent_for_one_reason_share_a_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    for command in ("check", "explain"):
+        cluster = ["--cluster", "1xh200"] if command == "explain" else []
+        lines = cli(command, "ming_omni", "--profile", "ming-omni-tts", *cluster).out.splitlines()
+        (line,) = [line.strip() for line in lines if "only speaks:" in line]
+        assert line.startswith("without preprocess, audio_encoder, ") and "painter, transcribe: Ming-omni-tts" in line
 
 
 def test_doctor_tells_a_missing_extra_from_a_missing_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import http.server
 import io
+import logging
 import os
 import select
 import subprocess
@@ -26,6 +28,7 @@ from omniflow.weights import (
     InstalledWeights,
     LocalWeights,
     PackagedWeights,
+    ProgressBar,
     Wheel,
     WheelFile,
     cache_folder,
@@ -194,6 +197,24 @@ def test_progress_on_no_terminal_is_a_line_a_step(links: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.splitlines() == ["toy: downloading", "toy: unpacking", "toy: ready"]
     fetch([TOY])
     assert capsys.readouterr() == ("", "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_step_without_bytes_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with contextlib.closing(ProgressBar()) as bar:
+        for step in ("writing", "writing", "ready"):
+            bar("tiny", step)
+    assert terminal.getvalue() == "tiny: writing\ntiny: ready\n"
+    with contextlib.closing(ProgressBar()) as bar:
+        bar("toy", "downloading", 500, 1000)
+        bar("toy", "unpacking")
+    assert "0.5/1.0 kB" in terminal.getvalue() and "toy: unpacking" in terminal.getvalue()
 
 
 def test_parts_of_several_wheels_are_concatenated(links: Path) -> None:
@@ -441,6 +462,8 @@ def test_resolve_knows_names_hub_and_folders(tmp_path: Path) -> None:
         ("a/b", "unknown weights 'a/b'; did you mean hf:a/b? (else hf:owner/repo[@revision], or a path to a folder)"),
         ("xyz", "unknown weights 'xyz'; known names: toy (else hf:owner/repo[@revision], or a path to a folder)"),
         ("/no/where", "/no/where: there is no such folder"),
+        ("hf:no", "hf:no: not the name of a repository; write hf:owner/repo or hf:owner/repo@revision"),
+        ("", "the name of the weights is empty; give hf:owner/repo[@revision], or a path to a folder"),
     ],
 )
 def test_resolve_refuses_and_helps(ref: str, message: str) -> None:
@@ -493,6 +516,13 @@ def test_hub_errors_are_one_line_with_what_to_do(hub: Path) -> None:
     )
     with pytest.raises(WeightsError, match="^hf:a b: not the name of a repository; write hf:owner/repo or"):
         HubWeights("a b").fetch()
+
+
+def test_what_the_hub_logs_comes_once(hub: Path, caplog: pytest.LogCaptureFixture) -> None:
+    HubWeights("owner/repo").path()
+    logger = logging.getLogger("huggingface_hub")
+    logger.warning("Retrying in 1s")
+    assert logger.handlers == [] and caplog.messages == ["Retrying in 1s"]
 
 
 def test_import_leaves_out_what_only_a_fetch_needs() -> None:

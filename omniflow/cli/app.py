@@ -19,10 +19,10 @@ from rich.text import Text
 from omniflow import __version__
 from omniflow.cli import clients
 from omniflow.cli.chosen import Chosen, choose, layers_of, needs_of
-from omniflow.cli.doctor import examine, findings_table
+from omniflow.cli.doctor import examine, examine_graph, findings_table
 from omniflow.cli.machine import memory_bytes, num_cores, this_machine
 from omniflow.cli.models import models_table, needs_everywhere, server_needs, weights_named
-from omniflow.cli.tables import cluster_text, output_console, plan_view, settings_table
+from omniflow.cli.tables import absent_lines, cluster_text, output_console, plan_view, settings_table
 from omniflow.config import configure, set_layer
 from omniflow.errors import ConfigError, OmniflowError, StartError, WeightsError
 from omniflow.planner import Cluster, Plan, cluster_named
@@ -197,8 +197,8 @@ def check(
     for entry in spec.inputs:
         outputs = ", ".join(reachable_outputs(spec, entry.source_port)) or "nothing under this profile"
         console.print(Text.assemble("  input ", (entry.source_port, "bold"), f" gives {outputs}"))
-    for stage, reason in spec.absent.items():
-        console.print(Text.assemble("  without ", (stage, "bold"), f": {reason}"))
+    for line in absent_lines(spec.absent):
+        console.print(Text.assemble("  ", line))
 
 
 class _Explain(typer.core.TyperCommand):
@@ -286,9 +286,16 @@ def fetch_models(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    graph: Annotated[str | None, typer.Argument(metavar="[GRAPH]", help="Look at what this graph needs, too.")] = None,
+    profile: Profile = None,
+    model: Model = None,
+) -> None:
     """Look at this machine and this installation, and say what each finding means."""
-    findings = examine()
+    if graph is None and (profile is not None or model is not None):
+        raise ConfigError("--profile and --model are for a graph; name it, too: omniflow doctor GRAPH --profile NAME")
+    chosen = choose(graph, profile, [], model) if graph else None
+    findings = examine() + (examine_graph(chosen, this_machine()) if chosen else [])
     output_console().print(findings_table(findings))
     if any(finding.verdict == "missing" for finding in findings):
         raise typer.Exit(1)

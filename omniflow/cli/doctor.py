@@ -20,10 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from omniflow import __version__
+from omniflow.cli.chosen import Chosen, Need, needs_of
 from omniflow.cli.gpu_probe import try_sharing
 from omniflow.cli.machine import find_gpus, memory_bytes, num_cores, unshared, visible_gpus
 from omniflow.cli.tables import new_table, size_text
-from omniflow.weights import cache_folder
+from omniflow.errors import PlanError, WeightsError
+from omniflow.planner import Cluster, plan
+from omniflow.weights import HubWeights, PackagedWeights, Weights, cache_folder
 
 Verdict = Literal["ok", "note", "missing"]
 """`missing` is something that omniflow cannot run without."""
@@ -56,6 +59,41 @@ def examine() -> list[Finding]:
         _cache(),
         *_gpus(),
     ]
+
+
+def examine_graph(chosen: Chosen, cluster: Cluster) -> list[Finding]:
+    """Whether a graph under its profile fits onto this machine, and which of its weights are here."""
+    return [_plan(chosen, cluster), *map(_weights, needs_of(chosen.spec))]
+
+
+def _plan(chosen: Chosen, cluster: Cluster) -> Finding:
+    spec = chosen.spec
+    topic = f"profile {spec.profile.name}" if spec.profile is not None else spec.name
+    try:
+        made = plan(spec, cluster, chosen.configured.runtime)
+    except PlanError as error:
+        return Finding(topic, "does not fit", "missing", str(error))
+    budgets = size_text(sum(host.budget_bytes for host in made.hosts))
+    meaning = f"its stages have budgets of {budgets} in all; `omniflow explain` shows where they would run"
+    return Finding(topic, "fits", "ok", meaning)
+
+
+def _weights(need: Need) -> Finding:
+    state, stages = need.weights.state(), ", ".join(need.stages)
+    if state.status == "present":
+        found = f"{state.path}: {size_text(state.size_bytes or 0)}"
+        return Finding(state.name, found, "ok", f"weights of {stages}")
+    if not isinstance(need.weights, PackagedWeights | HubWeights):
+        return Finding(state.name, state.status, "missing", f"weights of {stages}; {_remedy(need.weights)}")
+    size = f", {size_text(state.size_bytes)}" if state.size_bytes else ""
+    return Finding(state.name, f"{state.status}{size}", "note", f"weights of {stages}; `omniflow run` fetches them")
+
+
+def _remedy(weights: Weights) -> str:
+    try:
+        return f"found in {weights.path()}"
+    except WeightsError as error:
+        return str(error)
 
 
 def findings_table(findings: list[Finding]) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -44,7 +44,7 @@ def plan_view(plan: Plan) -> RenderableType:
     if plan.cluster.gpus:
         parts[2:2] = [*_gpu_lines(plan), ""]
     if plan.graph.absent:
-        parts += ["", *_absent_lines(plan)]
+        parts += ["", *absent_lines(plan.graph.absent)]
     return Group(*parts)
 
 
@@ -97,6 +97,13 @@ def settings_table(configured: Configured, *, every: bool = False) -> Table | No
     return table
 
 
+def absent_lines(absent: Mapping[str, str]) -> Iterator[Text]:
+    """One line a reason: the stages that are absent for it."""
+    for reason in dict.fromkeys(absent.values()):
+        stages = ", ".join(stage for stage, why in absent.items() if why == reason)
+        yield Text.assemble("without ", (stages, "bold"), f": {reason}", style="yellow")
+
+
 def cluster_text(cluster: Cluster) -> str:
     """'cpu: 2 cores, 7.8 GiB' or '8xh200: 128 cores, 8 x H200 with 134 GiB'."""
     parts = [f"{cluster.cpu_cores} core{'s' if cluster.cpu_cores != 1 else ''}"]
@@ -134,11 +141,6 @@ def _notes_table(reasons: list[str], policies: set[Policy]) -> Table:
         if policy in policies:
             table.add_row("", Text(meaning, style="dim"))
     return table
-
-
-def _absent_lines(plan: Plan) -> Iterator[Text]:
-    for stage, reason in plan.graph.absent.items():
-        yield Text.assemble("without ", (stage, "bold"), f": {reason}", style="yellow")
 
 
 def _end(stage: str, port: str) -> str:
