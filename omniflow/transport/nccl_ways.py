@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 OPEN_S = 60.0
 """What making a communicator may take: 1-3 s, where both processes are up."""
+CONNECT_S = 10.0
+"""What gloo may take to connect the two, once each has said where it is: milliseconds. Nothing else ends that wait
+where the other end goes meanwhile.
+"""
+_GLOO_WAITS = 5
+"""Gloo waits this many times its timeout for a connection: 0.4 s took 2.00 s."""
+_TRANSFER = datetime.timedelta(seconds=OPEN_S)
 SENDER, RECEIVER = 0, 1
 
 
@@ -202,6 +209,7 @@ class GlooWay(Way):
     def __init__(self, rank: int, notes: Notes) -> None:
         super().__init__(rank, notes)
         self._group: Any = None
+        self._aborted = False
         # Torch holds its part of a store, not ours, and asks it again when the first tensor is sent.
         self._store: Any = None
 
@@ -209,12 +217,15 @@ class GlooWay(Way):
         import torch
 
         self._store = _store_of(self.notes)
-        self._group = _make_group(self._rank, self._store)
+        group = self._group = _make_group(self._rank, self._store)
+        if self._aborted:  # while there was no group that could have been aborted
+            self.abort()
+            raise RuntimeError("the communicator was closed")
         byte = torch.zeros(1, dtype=torch.uint8)
         if self._rank == SENDER:
-            self._group.send([byte], RECEIVER, 0).wait()
+            group.send([byte], RECEIVER, 0).wait(_TRANSFER)
         else:
-            self._group.recv([byte], SENDER, 0).wait()
+            group.recv([byte], SENDER, 0).wait(_TRANSFER)
 
     def send(self, tensor: torch.Tensor, size: int) -> object:
         return self._group.send([bytes_of(tensor)], RECEIVER, 0)
@@ -223,10 +234,11 @@ class GlooWay(Way):
         import torch
 
         region = torch.empty(size, dtype=torch.uint8)
-        self._group.recv([region], SENDER, 0).wait()
+        self._group.recv([region], SENDER, 0).wait(_TRANSFER)
         return region, None
 
     def abort(self) -> None:
+        self._aborted = True
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(RuntimeError):  # it has failed by itself already
@@ -239,7 +251,7 @@ def _make_group(rank: int, store: Any) -> Any:
     distributed: Any = torch.distributed
     options = distributed.ProcessGroupGloo._Options()
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = datetime.timedelta(seconds=OPEN_S)
+    options._timeout = datetime.timedelta(seconds=CONNECT_S / _GLOO_WAITS)
     return distributed.ProcessGroupGloo(store, rank, 2, options)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from omniflow.transport import nccl, nccl_ways
-from omniflow.transport.nccl_ways import RECEIVER, SENDER, NcclWay, Notes
+from omniflow.transport.nccl_ways import RECEIVER, SENDER, GlooWay, NcclWay, Notes
 
 torch = pytest.importorskip("torch")
 
@@ -149,3 +149,49 @@ def test_no_thread_waits_for_a_peer_that_dies_while_the_two_meet(early: bool, mo
     thread.join(1)
     assert problems == ["RuntimeError: the communicator was closed"]
     assert made[0].aborted.is_set()
+
+
+@pytest.mark.parametrize("rank", [SENDER, RECEIVER])
+def test_no_thread_waits_for_long_for_a_peer_that_dies_while_gloo_connects(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has said where it is, and is gone before it connects. Only gloo's own timeout, of which it waits several,
+    ends that wait.
+    """
+    monkeypatch.setattr(nccl_ways, "CONNECT_S", 0.1)
+    theirs: Notes
+    said = threading.Event()
+    ours = Notes(lambda key, value: theirs.close())
+
+    def hear(key: str, value: bytes) -> None:
+        ours.put(key, value)
+        said.set()
+
+    theirs = Notes(hear)
+    problems: list[str | None] = []
+    peer = threading.Thread(target=lambda: problems.append(nccl._opened(GlooWay(1 - rank, theirs))), daemon=True)
+    peer.start()
+    assert said.wait(5)
+    thread = threading.Thread(target=lambda: problems.append(nccl._opened(GlooWay(rank, ours))), daemon=True)
+    thread.start()
+    thread.join(5)
+    peer.join(5)
+    assert not thread.is_alive() and not peer.is_alive()
+    assert len(problems) == 2 and None not in problems
+
+
+def test_a_group_that_is_made_after_its_link_has_ended_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[bool] = []
+
+    class Group:
+        def abort(self) -> None:
+            aborted.append(True)
+
+    def make(rank: int, store: Any) -> Group:
+        way.abort()  # finds no group yet
+        return Group()
+
+    monkeypatch.setattr(nccl_ways, "_make_group", make)
+    way = GlooWay(RECEIVER, Notes(lambda key, value: None))
+    assert nccl._opened(way) == "RuntimeError: the communicator was closed"
+    assert (way._group, aborted) == (None, [True])
