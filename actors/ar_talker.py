@@ -25,6 +25,7 @@ from actors.thinker import GATHER_S, torch_device
 from omniflow.actor import Context, Emit, Stream
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import InvalidInputError
 from omniflow.media import Latents, Segment
 from omniflow.weights import Weights, resolve
@@ -133,6 +134,9 @@ class ArTalker(TalkerRole, ABC):
 
     def busy_s(self) -> float:
         return max(super().busy_s(), self._loop.busy_s())
+
+    def engine_stats(self) -> EngineStats:
+        return self._loop.stats
 
     async def close(self) -> None:
         await self._loop.close()

@@ -18,6 +18,7 @@ from omniflow.actor import Context, Emit
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.group import follow, lead
 from omniflow.engine.loop import EngineLoop
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import InvalidInputError, StartError, UnsupportedError, WeightsError
 from omniflow.media import Generated, HiddenStates, Options, TokenPrompt, Tokens
 from omniflow.weights import Weights, resolve
@@ -118,6 +119,9 @@ class Thinker(ThinkerRole):
 
     def busy_s(self) -> float:
         return max(self._loop.busy_s(), super().busy_s())
+
+    def engine_stats(self) -> EngineStats:
+        return self._loop.stats
 
     async def close(self) -> None:
         await self._loop.close()

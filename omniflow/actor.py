@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omniflow.engine.ranks import ALONE, Ranks
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import ActorBrokenError, GraphError
 from omniflow.media import Options
 from omniflow.turns import Turns
@@ -214,6 +215,12 @@ class Actor:
         `runtime.step_s` is killed. Actors with a thread of their own say here what it does.
         """
         return time.monotonic() - self._step_began if self._step_began is not None else 0.0
+
+    def engine_stats(self) -> EngineStats | None:
+        """What the engine of this stage holds now, for metrics; None: it has none. Asked at each heartbeat, in the
+        event loop: it must not wait for the engine's thread.
+        """
+        return None
 
     def num_waiting(self) -> int:
         """Calls of `offload` that wait for their turn."""

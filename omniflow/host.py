@@ -652,7 +652,10 @@ class Host:
                 queued[run.route.stage] += sum(mailbox.statistics().queued for mailbox in run.streams.values())
         for name, local in self._stages.items():
             queued[name] += local.actor.num_waiting() + (local.batcher.num_waiting if local.batcher else 0)
-        return tuple(StageLoad(name, running[name], queued[name]) for name in self._stages)
+        return tuple(
+            StageLoad(name, running[name], queued[name], local.actor.engine_stats())
+            for name, local in self._stages.items()
+        )
 
     @property
     def num_open(self) -> int:

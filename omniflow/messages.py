@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import ErrorInfo
 from omniflow.media import Options
 
@@ -197,11 +198,12 @@ class HostFailed(msgspec.Struct, frozen=True, array_like=True, tag=14):
 
 
 class StageLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What a stage has to do: calls of `run` under way, and items and calls that wait for it."""
+    """What a stage has to do: calls of `run` under way, items and calls that wait for it, and what its engine holds."""
 
     stage: str
     running: int
     queued: int
+    engine: EngineStats | None = None
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=15):

@@ -26,6 +26,7 @@ import msgspec
 
 from omniflow.admission import Admission, Place
 from omniflow.config import RuntimeConfig
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import (
     CancelledError,
     DeadlineError,
@@ -96,6 +97,8 @@ class StageStatus(NamedTuple):
     """Calls of `run` under way; this and `queued` as of the host's last heartbeat, at most 1 s ago."""
     queued: int = 0
     """Items in its mailboxes, and calls that wait for a batch or a turn."""
+    engine: EngineStats | None = None
+    """What its engine held at that heartbeat; None where it has none, or is not up."""
 
 
 class EdgeStatus(NamedTuple):
@@ -672,7 +675,8 @@ class Runtime:
             for stage in host.stages:
                 in_flight = sum(stage in needed for needed in here)
                 load = loads.get(stage, StageLoad(stage, 0, 0))
-                stages.append(StageStatus(stage, host.name, state, restarts, in_flight, pid, load.running, load.queued))
+                said = (load.running, load.queued, load.engine)
+                stages.append(StageStatus(stage, host.name, state, restarts, in_flight, pid, *said))
         reason = str(self._failure) if self._failure else None
         edges = tuple(EdgeStatus(str(self._edges[edge]), dropped) for edge, dropped in self._dropped.items())
         return RuntimeStatus(self.state, len(self._requests), self._admission.num_queued, tuple(stages), reason, edges)

@@ -12,7 +12,7 @@ A server stamps a piece when the graph gives it, a client when it has read it: t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from omniflow.media import AudioChunk, TextDelta
 
 if TYPE_CHECKING:
-    from omniflow.runtime import RuntimeStatus
+    from omniflow.runtime import RuntimeStatus, StageStatus
 
 OK = "ok"
 """Outcome of a request that ended as it should; every other outcome is the code of its error."""
@@ -176,9 +176,27 @@ class _StatusCollector(Collector):
             running.add_metric(where, stage.running)
             queued.add_metric(where, stage.queued)
         yield from (up, restarts, in_flight, running, queued)
+        yield from _engines(status.stages)
         dropped = CounterMetricFamily(
             "omniflow_edge_dropped_items", "Items that readers missed on edges that drop the oldest.", labels=["edge"]
         )
         for edge in status.edges:
             dropped.add_metric([edge.name], edge.dropped)
         yield dropped
+
+
+def _engines(stages: Sequence[StageStatus]) -> Iterator[Metric]:
+    """What engines hold. A stage that has none, or is down, has no sample."""
+    labels = ["stage", "host"]
+    running = GaugeMetricFamily("omniflow_engine_running", "Generations in an engine's batch.", labels=labels)
+    waiting = GaugeMetricFamily("omniflow_engine_waiting", "Generations that wait for a place in it.", labels=labels)
+    used = GaugeMetricFamily("omniflow_engine_kv_tokens_used", "KV tokens that those running hold.", labels=labels)
+    room = GaugeMetricFamily("omniflow_engine_kv_tokens_capacity", "KV tokens that there are.", labels=labels)
+    for stage in stages:
+        if stage.engine is not None:
+            where = [stage.name, stage.host]
+            running.add_metric(where, stage.engine.num_running)
+            waiting.add_metric(where, stage.engine.num_waiting)
+            used.add_metric(where, stage.engine.kv_tokens_used)
+            room.add_metric(where, stage.engine.kv_tokens_total)
+    yield from (running, waiting, used, room)

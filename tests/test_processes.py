@@ -21,6 +21,7 @@ import multiprocess.forkserver
 import pytest
 
 from omniflow import supervisor
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import (
     CancelledError,
     DeadlineError,
@@ -36,10 +37,11 @@ from omniflow.errors import (
 from omniflow.graph import Restart
 from omniflow.media import Options, TextDelta, Tool
 from omniflow.messages import MAX_OPTIONS_BYTES, MAX_REQUEST_ID_CHARS
-from omniflow.runtime import Runtime
+from omniflow.runtime import Runtime, StageStatus
+from omniflow.telemetry import Metrics
 
 from .conftest import descendants, hosts_below, left_in_shared_memory, shared_memory
-from .graphs import row, words
+from .graphs import row, tally, words
 from .graphs.row import Job
 from .graphs.words import Line
 from .running import CPU, pid_of, running, settled, unstarted, up_again
@@ -50,8 +52,8 @@ AGAIN = Restart("one_for_one", backoff_s=0.01)
 @pytest.fixture(scope="module", autouse=True)
 def fork_server() -> None:
     """Started before descriptors are counted: it outlives each runtime."""
-    preload = ["omniflow.forkserver_start", "omniflow.process", "tests.graphs.words", "tests.graphs.row"]
-    supervisor._start_forkserver(preload)
+    graphs = [graph.__name__ for graph in (words, row, tally)]
+    supervisor._start_forkserver(["omniflow.forkserver_start", "omniflow.process", *graphs])
 
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
@@ -556,6 +558,44 @@ async def test_a_stage_that_blocks_its_event_loop_is_killed_as_hung() -> None:
         assert error.stage == "two"
         assert (await ask(runtime, "job", Job("two", "block a thread")))["job"].seen == ("one", "two")
         assert [stage.restarts for stage in runtime.status().stages] == [0, 1]
+
+
+def engine_samples(runtime: Runtime) -> set[str]:
+    lines = Metrics(runtime.status).exposition().decode().splitlines()
+    return {line for line in lines if line.startswith("omniflow_engine_")}
+
+
+async def engine_holds(runtime: Runtime, *wanted: int) -> StageStatus:
+    """Wait until the host of the first stage has told that its engine holds so much."""
+    with anyio.fail_after(10):
+        while (stage := runtime.status().stages[0]).engine != EngineStats(*wanted):
+            await anyio.sleep(0.005)
+    return stage
+
+
+async def test_heartbeats_tell_what_engines_hold(tmp_path: Path) -> None:
+    later = tmp_path / "later"
+    async with running(tally.tally(later), CPU, step_s=0.5) as runtime:
+        await engine_holds(runtime, 0, 0, 0, 100)
+        replies = [await runtime.submit("number", number) for number in range(3)]
+        where = (await engine_holds(runtime, 1, 2, 10, 100)).host
+        labels = f'{{host="{where}",stage="asks"}}'
+        assert engine_samples(runtime) == {
+            f"omniflow_engine_running{labels} 1.0",
+            f"omniflow_engine_waiting{labels} 2.0",
+            f"omniflow_engine_kv_tokens_used{labels} 10.0",
+            f"omniflow_engine_kv_tokens_capacity{labels} 100.0",
+        }
+        await kill(runtime, "asks")
+        assert runtime.status().stages[0].engine is None and not engine_samples(runtime)
+        for reply in replies:
+            with pytest.raises(StageDiedError):
+                await reply.collect()
+        await engine_holds(runtime, 0, 0, 0, 100)
+        later.touch()
+        assert (await ask(runtime, "number", 4))["number"] == 5
+        await engine_holds(runtime, 0, 0, 0, 100)
+        assert f"omniflow_engine_running{labels} 0.0" in engine_samples(runtime)
 
 
 def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:

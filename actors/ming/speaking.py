@@ -22,6 +22,7 @@ from actors.thinker import torch_device
 from omniflow.actor import Context, Emit, NamedVoice, Stream
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import InvalidInputError, UnsupportedError, WeightsError
 from omniflow.media import Latents, Options, Segment
 from omniflow.weights import Weights, resolve
@@ -111,6 +112,9 @@ class MingTalker(TalkerRole):
 
     def busy_s(self) -> float:
         return max(super().busy_s(), self._loop.busy_s())
+
+    def engine_stats(self) -> EngineStats:
+        return self._loop.stats
 
     async def close(self) -> None:
         await self._loop.close()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import RequestError
 from omniflow.media import TokenLogprob
 
@@ -99,15 +100,6 @@ class EngineOutput(msgspec.Struct, frozen=True):
     frames: torch.Tensor | None = None
     error: RequestError | None = None
     hidden: torch.Tensor | None = None
-
-
-class EngineStats(msgspec.Struct, frozen=True):
-    """What an engine holds now."""
-
-    num_running: int
-    num_waiting: int
-    kv_tokens_used: int
-    kv_tokens_total: int
 
 
 class Engine(Protocol):

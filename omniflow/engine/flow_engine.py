@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
+from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.flow import FlowHead, FlowKnobs, FlowStep, flow_noise
 from omniflow.engine.frames import embedded
 from omniflow.engine.queue import RunQueue
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import ContextLengthError, InvalidInputError, ProtocolError
 
 S = TypeVar("S")

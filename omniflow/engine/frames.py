@@ -16,12 +16,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling
+from omniflow.engine.base import EngineOutput, EngineRequest, Sampling
 from omniflow.engine.checks import check_rows, refuse_kinds, refuse_text
 from omniflow.engine.decoder import Decoder, DecoderShape, attend_last
 from omniflow.engine.heads import STATE_SIZE, FrameHead, Knobs, frame_noise
 from omniflow.engine.linear import pack_linears
 from omniflow.engine.queue import RunQueue
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import ContextLengthError, InvalidInputError, ProtocolError
 
 

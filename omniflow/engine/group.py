@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from omniflow.engine.base import Engine, EngineOutput, EngineRequest, EngineStats
+from omniflow.engine.base import Engine, EngineOutput, EngineRequest
 from omniflow.engine.ranks import Ranks
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import ActorBrokenError
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
-from omniflow.engine.base import Engine, EngineOutput, EngineRequest, EngineStats
+from omniflow.engine.base import Engine, EngineOutput, EngineRequest
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import ActorBrokenError, OmniflowError, ProtocolError, RequestError, UnavailableError
 
 if TYPE_CHECKING:
@@ -119,7 +120,9 @@ class EngineLoop:
         self._generations: dict[str, Generation] = {}
         self.broken: BaseException | None = None
         self.stats = EngineStats(0, 0, 0, 0)
-        """What the engine held after the last step whose outputs were handed over."""
+        """What the engine held when its outputs were last handed over, when it was last told something, or when it went to
+        sleep: whichever was last.
+        """
 
     def busy_s(self) -> float:
         """How long the engine's present step has run; 0 between steps."""
@@ -190,12 +193,23 @@ class EngineLoop:
     def _serve(self, engine: Engine) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._commands or self._closing or engine.has_work())
+                self._sleep(engine)
                 if self._closing:
                     return
                 commands, self._commands = self._commands, []
             self._apply(engine, commands)
             self._step(engine)
+
+    def _sleep(self, engine: Engine) -> None:
+        """Until there is something to do. What an idle engine holds is noted first: its last steps may have had no
+        outputs to hand over.
+        """
+        if not self._is_due(engine):
+            self.stats = engine.stats()
+            self._wake.wait_for(lambda: self._is_due(engine))
+
+    def _is_due(self, engine: Engine) -> bool:
+        return bool(self._commands) or self._closing or engine.has_work()
 
     def _apply(self, engine: Engine, commands: list[Command]) -> None:
         """Leaves `commands` empty: while the loop sleeps it must not hold what its last requests were made of."""
@@ -205,6 +219,8 @@ class EngineLoop:
             except RequestError as error:
                 engine.abort(command.request_id)
                 self._post(self._refuse, command.request_id, error.with_traceback(None))
+        if commands:
+            self.stats = engine.stats()  # the step that comes may read a long prompt
         commands.clear()
 
     def _step(self, engine: Engine) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
-from omniflow.engine.base import EngineStats
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import OverloadedError, ProtocolError
 
 

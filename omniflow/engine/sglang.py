@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import torch
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
+from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.checks import check_length, check_prompt, check_rows
 from omniflow.engine.places import Places
 from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.sglang_outbox import Progress
 from omniflow.engine.sglang_scheduler import Held, SteppedScheduler, Way, abort, build, close, submit
+from omniflow.engine.stats import EngineStats
 from omniflow.engine.stops import Decode, has_stopped
 from omniflow.errors import (
     InvalidInputError,

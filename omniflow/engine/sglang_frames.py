@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats
+from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.checks import refuse_text
 from omniflow.engine.decoder import DecoderLayer, DecoderShape
 from omniflow.engine.frames import FrameModel, knobs_of
@@ -26,6 +26,7 @@ from omniflow.engine.sglang import Finish, SGLangEngine, finish_reason, server_s
 from omniflow.engine.sglang_models.frame_model import SETUP, STOP, FrameSetup, OmniflowFrameModel
 from omniflow.engine.sglang_outbox import Progress
 from omniflow.engine.sglang_scheduler import SteppedScheduler, Way, build, register
+from omniflow.engine.stats import EngineStats
 
 MAX_STEPS = 4096
 """Of one request. Its noise for all of them lies on the GPU: 256 KiB of 16 codes."""

@@ -17,12 +17,13 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling
+from omniflow.engine.base import EngineOutput, EngineRequest, Sampling
 from omniflow.engine.checks import check_length, check_prompt, check_rows
 from omniflow.engine.linear import pack_linears
 from omniflow.engine.queue import RunQueue
 from omniflow.engine.rows import ATTENTION, Row, Span
 from omniflow.engine.sampling import token_logprob
+from omniflow.engine.stats import EngineStats
 from omniflow.engine.stops import Decode, has_stopped
 from omniflow.errors import (
     InvalidInputError,

@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from omniflow.engine.stats import EngineStats
 from omniflow.server.service import Service
 from omniflow.telemetry import Metrics
 
@@ -50,10 +51,11 @@ class Readiness(Struct, frozen=True):
 
 
 class StageHealth(StageReadiness, frozen=True, kw_only=True):
-    """One stage, and where it runs."""
+    """One stage, where it runs, and what its engine holds."""
 
     host: str
     pid: int | None
+    engine: EngineStats | None
 
 
 class Health(Struct, frozen=True):

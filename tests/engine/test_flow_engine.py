@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from actors.ming.talker import TalkerModel, TalkerStream, load_talker
-from omniflow.engine.base import Engine, EngineOutput, EngineRequest, EngineStats, Sampling
+from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
 from omniflow.engine.flow import FlowKnobs, flow_noise
 from omniflow.engine.flow_engine import FlowEngine
 from omniflow.engine.linear import pack_linears
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, ProtocolError
 from tests.actors.ming.reference import CONFIG, apart, voice, weights
 

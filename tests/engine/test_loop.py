@@ -11,8 +11,9 @@ import anyio
 import pytest
 import torch
 
-from omniflow.engine.base import EngineOutput, EngineRequest, EngineStats, Sampling
+from omniflow.engine.base import EngineOutput, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop, joined
+from omniflow.engine.stats import EngineStats
 from omniflow.engine.transformers import TransformersEngine
 from omniflow.errors import (
     ActorBrokenError,
@@ -179,6 +180,50 @@ async def test_feed_reaches_the_engine_and_its_refusal_the_reader() -> None:
             async with loop.generate(open_request) as outputs:
                 outputs.feed(torch.zeros(CONTEXT, HIDDEN), done=False)
                 await anext(outputs)
+
+
+class LateEngine(CountingEngine):
+    """Holds what has ended for two more steps, which give nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 0
+
+    def step(self) -> list[EngineOutput]:
+        outputs = super().step()
+        self.left = 2 if any(output.finish_reason for output in outputs) else max(0, self.left - 1)
+        return outputs
+
+    def has_work(self) -> bool:
+        return super().has_work() or self.left > 0
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self.running), 0, self.left, 100)
+
+
+@pytest.mark.parametrize("gather_s", [0.0, 1e9])
+async def test_what_an_idle_engine_holds_is_known(gather_s: float) -> None:
+    async with running(LateEngine, gather_s=gather_s) as loop:
+        with anyio.fail_after(5):
+            while loop.stats != EngineStats(0, 0, 0, 100):  # before any request
+                await anyio.sleep(0.001)
+            async with loop.generate(request("a", [1], max_tokens=3)) as outputs:
+                assert (await anext(outputs)).ids == (0,)
+                [output async for output in outputs]
+            while loop.stats != EngineStats(0, 0, 0, 100):
+                await anyio.sleep(0.001)
+
+
+async def test_what_an_engine_holds_is_known_while_its_first_step_goes_on() -> None:
+    engine = CountingEngine()
+    engine.gate.clear()
+    async with running(lambda: engine) as loop, loop.generate(request("a", [1], max_tokens=1)) as outputs:
+        with anyio.fail_after(2):
+            while loop.stats.num_running != 1:
+                await anyio.sleep(0.001)
+        assert engine.num_steps == 0
+        engine.gate.set()
+        assert len([output async for output in outputs]) == 1
 
 
 async def test_the_thread_sleeps_without_work() -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omniflow.engine.base import EngineStats
 from omniflow.engine.queue import RunQueue
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import OverloadedError, ProtocolError
 
 PLACES, WAITING, POSITIONS = 2, 4, 10

@@ -12,6 +12,7 @@ import anyio.lowlevel
 import numpy as np
 
 from omniflow.actor import Actor, Emit, Stream
+from omniflow.engine.stats import EngineStats
 from omniflow.graph import Graph
 from omniflow.media import AudioChunk, Chat, Generated, Options, TextDelta, TextPart, ToolCallDelta
 from omniflow.planner import Cluster, Plan, plan
@@ -79,9 +80,11 @@ def parrot_plan(
     return plan(graph.spec(), Cluster("test", cpu_cores=2, memory_bytes=2**30, single_process=True))
 
 
-def stage_status(name: str, host: str, state: str = "ready", restarts: int = 0) -> StageStatus:
+def stage_status(
+    name: str, host: str, state: str = "ready", restarts: int = 0, engine: EngineStats | None = None
+) -> StageStatus:
     """A stage that works on nothing."""
-    return StageStatus(name=name, host=host, state=state, restarts=restarts, in_flight=0, pid=None)
+    return StageStatus(name=name, host=host, state=state, restarts=restarts, in_flight=0, pid=None, engine=engine)
 
 
 class ScriptedReply:

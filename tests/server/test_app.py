@@ -7,6 +7,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from omniflow.engine.stats import EngineStats
 from omniflow.errors import StageDiedError
 from omniflow.graph import Graph, absent
 from omniflow.planner import Cluster, Plan, plan
@@ -130,11 +131,12 @@ async def test_health_names_what_is_down(
         "running": 0,
         "queued": 0,
         "pid": None,
+        "engine": None,
     }
     readiness = (await client.get("/ready")).json()
     assert readiness == {key: value for key, value in health.json().items() if key in readiness} | {
         "stages": [
-            {key: value for key, value in stage.items() if key not in ("host", "pid")}
+            {key: value for key, value in stage.items() if key not in ("host", "pid", "engine")}
             for stage in health.json()["stages"]
         ]
     }
@@ -170,6 +172,23 @@ async def test_metrics(client: httpx.AsyncClient, runtime: ScriptedRuntime) -> N
     assert found["omniflow_requests_in_flight"] == 0 and found["omniflow_ready"] == 1
     assert found["omniflow_stage_up|host0|thinker"] == 1 and found["omniflow_stage_up|host1|talker"] == 0
     assert found["omniflow_stage_restarts_total|host1|talker"] == 2
+
+
+async def test_what_engines_hold(client: httpx.AsyncClient, runtime: ScriptedRuntime) -> None:
+    holds = EngineStats(3, 2, 700, 16384)
+    runtime.stages = (stage_status("thinker", "host0", engine=holds), stage_status("vocoder", "host0"))
+    health = (await client.get("/health")).json()
+    assert [stage["engine"] for stage in health["stages"]] == [
+        {"num_running": 3, "num_waiting": 2, "kv_tokens_used": 700, "kv_tokens_total": 16384},
+        None,
+    ]
+    found = {name: value for name, value in (await samples(client)).items() if name.startswith("omniflow_engine_")}
+    assert found == {
+        "omniflow_engine_running|host0|thinker": 3,
+        "omniflow_engine_waiting|host0|thinker": 2,
+        "omniflow_engine_kv_tokens_used|host0|thinker": 700,
+        "omniflow_engine_kv_tokens_capacity|host0|thinker": 16384,
+    }
 
 
 async def test_two_apps_share_no_metrics(client: httpx.AsyncClient) -> None:
