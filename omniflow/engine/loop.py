@@ -120,8 +120,8 @@ class EngineLoop:
         self._generations: dict[str, Generation] = {}
         self.broken: BaseException | None = None
         self.stats = EngineStats(0, 0, 0, 0)
-        """What the engine held when its outputs were last handed over, when it was last told something, or when it went to
-        sleep: whichever was last.
+        """What the engine held when its outputs were last handed over, it was last told something, or it went to sleep:
+        whichever came last.
         """
 
     def busy_s(self) -> float:
