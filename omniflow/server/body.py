@@ -14,7 +14,7 @@ from starlette.types import Message, Receive
 from omniflow.config import ServerConfig
 from omniflow.errors import InvalidInputError
 from omniflow.server.failures import BodyTimeoutError, BodyTooLargeError, MalformedBodyError
-from omniflow.server.words import words_at
+from omniflow.server.words import rule_at, words_at
 
 T = TypeVar("T")
 
@@ -114,6 +114,8 @@ def invalid_field(message: str, type: Any, *, within: str = "") -> InvalidInputE
     text = message[: at.start()] if at else message
     if text.startswith(_NO_SUCH_WORD) and (words := words_at(type, inner)):
         text += f"; expected one of {', '.join(words)}"
+    if "matching regex" in text and (rule := rule_at(type, inner)):
+        text = f"expected {rule}"
     missing = _MISSING.match(text)
     if missing:
         path = f"{path}.{missing['field']}" if path else missing["field"]

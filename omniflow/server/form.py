@@ -16,22 +16,30 @@ from omniflow.server.body import invalid_field
 from omniflow.server.failures import MalformedBodyError
 
 T = TypeVar("T")
+_FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 _MOST_FILES, _MOST_FIELDS, _MOST_FIELD_BYTES = 4, 64, 2**16
 
 
 class Form:
     """Fields and files by name. Fields whose name ends in `[]` are lists, as OpenAI's clients write them."""
 
-    def __init__(self, data: FormData) -> None:
+    def __init__(self, data: FormData, media_type: str) -> None:
         self._data = data
+        self._media_type = media_type
 
     def read(self, type: type[T]) -> T:
-        """The fields as a `type`; what is empty counts as left out. Raises InvalidInputError with the field's name."""
+        """The fields as a `type`; what is empty counts as left out.
+
+        Raises InvalidInputError with the field's name; without one where the body is no form at all.
+        """
         fields: dict[str, str | list[str]] = {}
         for name in self._data:
             texts = [value for value in self._data.getlist(name) if isinstance(value, str) and value]
             if texts:
                 fields[name] = texts if name.endswith("[]") else texts[-1]
+        if not self._data and self._media_type not in _FORMS:
+            sent = self._media_type[:64] or "a body of no type"
+            raise InvalidInputError(f"expected a form, of type multipart/form-data; {sent} came")
         try:
             return msgspec.convert(fields, type, strict=False)
         except msgspec.ValidationError as error:
@@ -58,6 +66,6 @@ async def read_form(request: Request) -> AsyncIterator[Form]:
     except HTTPException as error:
         raise MalformedBodyError(f"the body is not a valid form: {error.detail}") from error
     try:
-        yield Form(data)
+        yield Form(data, request.headers.get("content-type", "").partition(";")[0].strip().lower())
     finally:
         await data.close()

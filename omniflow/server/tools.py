@@ -11,7 +11,9 @@ from msgspec import Meta, Struct
 from omniflow.errors import InvalidInputError
 from omniflow.media import Tool
 
-Identifier = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]
+Identifier = Annotated[
+    str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)", description="1 to 64 letters of a-z or A-Z, digits, _ and -")
+]
 JsonObject = dict[str, Any]
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
 """Of a function that says nothing of its parameters: it has none."""

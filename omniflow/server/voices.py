@@ -54,7 +54,15 @@ class VoiceList(Struct, frozen=True):
 class VoiceUpload(Struct, frozen=True):
     """The fields of the form, beside `audio_sample`, a recording. `ref_text` is what is said in it."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[^\s/](?:[^\n/]*[^\s/])?$")]
+    name: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            max_length=64,
+            pattern=r"^[^\s/](?:[^\n/]*[^\s/])?$",
+            description="1 to 64 characters in one line, none of them a slash, with no space at either end",
+        ),
+    ]
     consent: str = ""
     ref_text: Annotated[str, Meta(max_length=4096)] = ""
     speaker_description: Annotated[str, Meta(max_length=4096)] = ""

@@ -214,6 +214,24 @@ async def test_names_that_cannot_be_given(client: httpx.AsyncClient, runtime: Sc
     assert not runtime.submissions
 
 
+async def test_the_rule_for_names_is_said_in_words(client: httpx.AsyncClient) -> None:
+    message = (await upload(client, name="a/b")).json()["error"]["message"]
+    assert message == (
+        "name: expected 1 to 64 characters in one line, none of them a slash, with no space at either end"
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/voices", "/v1/audio/transcriptions"])
+async def test_json_where_a_form_is_wanted(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.post(path, json={"name": "me"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == (
+        "expected a form, of type multipart/form-data; application/json came"
+    )
+    empty = await client.post(path)
+    assert "a body of no type came" in empty.json()["error"]["message"]
+
+
 async def test_uploads_that_are_no_recordings(client: httpx.AsyncClient, runtime: ScriptedRuntime) -> None:
     missing = await client.post("/v1/audio/voices", data={"name": "me"})
     assert missing.status_code == 400 and missing.json()["error"]["param"] == "audio_sample"

@@ -261,10 +261,13 @@ class Responses:
         self._after_response()
 
     def failed(self, response_id: str, error: RequestError) -> None:
-        """A response could not be given, or not all of it."""
+        """A response could not be given, or not all of it. What its client has to change is an `error` as well."""
         answer = self._answers.get(response_id)
         if answer is not None:
-            self._end(answer, "failed", StatusDetails("failed", error=error_detail(error, None)))
+            detail = error_detail(error, None)
+            if isinstance(error, InvalidInputError):
+                self._emit(ErrorEvent(error=detail))
+            self._end(answer, "failed", StatusDetails("failed", error=detail))
             self._after_response()
 
     def _end(self, answer: Answer, status: Ending, details: StatusDetails | None) -> None:

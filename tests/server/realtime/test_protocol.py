@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from omniflow.errors import DeadlineError, InvalidInputError, StageDiedError
+from omniflow.errors import DeadlineError, InvalidInputError, StageDiedError, UnsupportedError
 from omniflow.media import AudioChunk, AudioPart, Generated, Options, TextDelta, TextPart, ToolCall, ToolCallDelta
 from omniflow.server.realtime.protocol import Bounds
 from omniflow.server.realtime.responses import Abilities
@@ -624,6 +624,21 @@ def test_a_failed_response_says_why() -> None:
     done = machine.take()[-1]["response"]
     assert done["status"] == "failed" and done["status_details"]["error"]["code"] == "stage_died"
     assert "talker" in done["status_details"]["error"]["message"]
+    assert kinds(machine.gives(machine.ask(), TextDelta("again")))[-1] == "response.done"
+
+
+def test_what_a_model_refuses_is_an_error_event_too() -> None:
+    """Whether a model knows tools, it says itself: its graph has the output."""
+    machine = Machine()
+    assert kinds(machine.send("session.update", session={"tools": [WEATHER]})) == ["session.updated"]
+    task = machine.ask()
+    machine.take()
+    machine.protocol.failed(task.response_id, UnsupportedError("tools: this model knows no tools", param="tools"))
+    error, done = machine.take()
+    assert error["type"] == "error" and done["response"]["status"] == "failed"
+    assert error["error"]["param"] == "tools" and error["error"]["code"] == "unsupported_value"
+    assert done["response"]["status_details"]["error"] == error["error"]
+    assert kinds(machine.send("session.update", session={"tools": []})) == ["session.updated"]
     assert kinds(machine.gives(machine.ask(), TextDelta("again")))[-1] == "response.done"
 
 
