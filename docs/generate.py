@@ -1,4 +1,5 @@
-"""Writes what is generated: docs/config.md from the settings' own types, and the picture of the graph in README.md.
+"""Writes what is generated: docs/config.md from the settings' own types, the picture of the graph in README.md, and the
+counts of files and lines in docs/add_a_model.md.
 
 `make docs` runs it; a test compares.
 """
@@ -42,6 +43,23 @@ An unknown address or a value of the wrong type is an error that names the neare
 variables are read: `OMNIFLOW_CACHE` (the folder of the weights) and, for `hf:` weights, those of huggingface_hub.
 """
 
+MING = {
+    "the checkpoint: sizes, names, layout": "__init__ config tensors weights thinker_config thinker_weights "
+    "towers_config towers_weights",
+    "networks: thinker, towers, talker, AudioVAE": "audio_slots audio_tower audio_vae audio_vae_encoder dit qwen2 "
+    "talker thinker_model vision_tower",
+    "stages": "hearing merging seeing speaking thinking vocoder voices",
+    "what goes in: prompt, places, pixels, script, who speaks": "prompt thinker_places pixels script speaker",
+    "the thinker on SGLang": "thinker_sglang sglang_model/__init__ sglang_model/loading sglang_model/thinker",
+    "a tiny checkpoint of random weights, for the profile `tiny` and for tests": "tiny",
+}
+"""What the files of actors/ming are, as docs/add_a_model.md has them."""
+BORN_WITH_MING = {
+    "omniflow/engine": "flow flow_engine flow_slots slot_cache replays fused places group ranks",
+    "actors": "attention mel encoding pictures clip video normalise checkpoint",
+}
+"""Files that Ming was the first to need, and that know nothing of it."""
+
 STAGE_TEXTS = {
     "device": "`cpu`, `gpu`, or `gpu:0` for one by number",
     "tp": "GPUs that share the stage's model",
@@ -66,6 +84,41 @@ def config_page() -> str:
         if sections:
             parts += [f"## Actors of `ming_omni`, profile `{profile}`", "", *sections]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def counted() -> dict[str, tuple[int, int]]:
+    """Files and lines of what docs/add_a_model.md counts: the rows of its table, all of Ming, what is generic.
+
+    Raises ValueError where actors/ming has other files than the table.
+    """
+    root = DOCS.parent
+    rows = {row: [root / "actors/ming" / f"{name}.py" for name in names.split()] for row, names in MING.items()}
+    of_ming = [file for files in rows.values() for file in files]
+    if others := set(of_ming) ^ set((root / "actors/ming").rglob("*.py")):
+        raise ValueError(f"MING in docs/generate.py and actors/ming differ by {', '.join(map(str, sorted(others)))}")
+    rows["Ming"] = of_ming
+    rows["generic"] = [root / at / f"{name}.py" for at, names in BORN_WITH_MING.items() for name in names.split()]
+    return {row: (len(files), sum(len(f.read_text().splitlines()) for f in files)) for row, files in rows.items()}
+
+
+def counts_in(text: str) -> dict[str, tuple[int, int]]:
+    """The same, as `text` of docs/add_a_model.md says it."""
+    found = {row: re.search(rf"\| {re.escape(row)} \| (.*?) \| (.*?) \|", text) for row in MING}
+    found["Ming"] = re.search(r"`actors/ming/` are (\d+) files.*That is about ([\d,]+) lines", text, re.DOTALL)
+    found["generic"] = re.search(r"These are (\d+) files and about ([\d,]+) lines", text)
+    return {row: (int(m[1]), int(m[2].replace(",", ""))) for row, m in found.items() if m}
+
+
+def add_a_model_page() -> str:
+    """The text of docs/add_a_model.md with its files and lines (to ten) counted."""
+    text = (DOCS / "add_a_model.md").read_text()
+    count = {row: (files, f"{round(lines, -1):,}") for row, (files, lines) in counted().items()}
+    for row in MING:
+        text = re.sub(rf"(\| {re.escape(row)} \|) .* \|", rf"\1 {count[row][0]} | {count[row][1]} |", text)
+    text = re.sub(r"(`actors/ming/` are) \d+", rf"\1 {count['Ming'][0]}", text)
+    text = re.sub(r"(That is about) [\d,]+", rf"\1 {count['Ming'][1]}", text)
+    files, lines = count["generic"]
+    return re.sub(r"(These are) \d+ files and about [\d,]+", rf"\1 {files} files and about {lines}", text)
 
 
 def readme_page() -> str:
@@ -149,3 +202,4 @@ def _value(value: Any) -> str:
 if __name__ == "__main__":
     (DOCS / "config.md").write_text(config_page())
     README.write_text(readme_page())
+    (DOCS / "add_a_model.md").write_text(add_a_model_page())

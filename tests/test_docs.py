@@ -140,6 +140,15 @@ def test_what_is_generated_is_fresh() -> None:
     assert (ROOT / "README.md").read_text() == generate["readme_page"](), "run `make docs`"
 
 
+def test_files_and_lines_are_as_counted() -> None:
+    """Files exactly, lines within a tenth: not every line that comes has to be written down."""
+    generate = runpy.run_path(str(ROOT / "docs/generate.py"))
+    said, counted = generate["counts_in"]((ROOT / "docs/add_a_model.md").read_text()), generate["counted"]()
+    assert said.keys() == counted.keys()
+    for row, (files, lines) in counted.items():
+        assert said[row] == (files, pytest.approx(lines, rel=0.1)), f"{row}: run `make docs`"
+
+
 def test_the_schema_of_explain_is_documented() -> None:
     described = set(re.findall(r"`(\w+)`", (ROOT / "docs/explain.md").read_text()))
     made = plan(load_graph("ming_omni").spec(), cluster_named("cpu")).as_dict()
