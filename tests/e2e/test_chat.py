@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,22 @@ def test_answers(server: Server) -> None:
     assert reply.choices[0].finish_reason == "stop"
     assert reply.usage is not None
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens > 20
+
+
+def test_metrics_tell_what_the_engines_hold(server: Server) -> None:
+    def held(gauge: str) -> dict[str, float]:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        found = (re.fullmatch(rf'omniflow_engine_{gauge}{{.*stage="(.*)"}} (.*)', line) for line in lines)
+        return {each[1]: float(each[2]) for each in found if each}
+
+    assert held("kv_tokens_capacity") == {"thinker": 16384, "talker": 16384}
+    story = [{"role": "user", "content": "Tell me a long story."}]
+    endless = {"logit_bias": {"0": -100, "2": -100}, "max_completion_tokens": 1500, "stream": True}
+    with server.client().chat.completions.create(model="ming_omni", messages=story, **endless) as chunks:  # type: ignore[call-overload]
+        next(iter(chunks))
+        server.wait_until("it runs", lambda: held("running")["thinker"] == 1 and held("kv_tokens_used")["thinker"] > 0)
+    for gauge in ("running", "waiting", "kv_tokens_used"):
+        server.wait_until("all is idle", lambda gauge=gauge: held(gauge) == {"thinker": 0, "talker": 0})
 
 
 def test_streams_the_same_text(server: Server) -> None:
