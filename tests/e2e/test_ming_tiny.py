@@ -20,6 +20,7 @@ import openai
 import pytest
 import soundfile
 from PIL import Image
+from websockets.sync.client import connect
 
 from actors.ming.tiny import SAID
 from tests.e2e.conftest import Server, serving
@@ -231,3 +232,19 @@ def test_what_it_cannot_do_is_a_400(tiny: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="knows no tools") as refused:
         client.chat.completions.create(**asked(MEDIA[0], tools=[tool]))
     assert refused.value.param == "tools"
+
+
+def test_tools_of_a_realtime_session_are_an_error_event(tiny: Server) -> None:
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    with connect(f"{tiny.url.replace('http', 'ws', 1)}/v1/realtime?model=ming_omni") as socket:
+        session = {"type": "realtime", "output_modalities": ["text"], "tools": [tool]}
+        said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello."}]}
+        socket.send(json.dumps({"type": "session.update", "session": session}))
+        socket.send(json.dumps({"type": "conversation.item.create", "item": said}))
+        socket.send(json.dumps({"type": "response.create"}))
+        events: list[dict[str, Any]] = []
+        while not events or events[-1]["type"] != "response.done":
+            events.append(json.loads(socket.recv(timeout=30)))
+    (error,) = [event["error"] for event in events if event["type"] == "error"]
+    assert error["param"] == "tools" and "knows no tools" in error["message"]
+    assert events[-1]["response"]["status_details"]["error"] == error
