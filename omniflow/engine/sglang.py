@@ -339,14 +339,15 @@ def load_engine(
     `device` is cpu, gpu or cuda, or gpu:1 for one by number; `dtype` auto is the checkpoint's. `kv_tokens` are reserved
     in full, whatever else is on the GPU; StartError where they do not fit. `deterministic` makes a request draw the
     same tokens for a seed alone and in any batch; GPU only. Tokens that come within `gather_s` of each other are one
-    output: telling those of 64 requests at each step takes 5 % of a small model's time. `more` are settings of SGLang's
-    `ServerArgs`.
+    output: telling those of 64 requests at each step takes 5 % of a small model's time. Those of several ranks do not
+    wait. `more` are settings of SGLang's `ServerArgs`.
     """
     torch.set_num_threads(threads)
     settings = server_settings(device, max_running, kv_tokens, deterministic)
     settings |= {"dtype": dtype, "model_path": str(folder)}
     scheduler = build(SteppedScheduler, settings | more, ranks)
-    scheduler.outbox.gather_s = gather_s
+    # Each rank would decide by its own clock what waits, and what ranks tell is compared step by step.
+    scheduler.outbox.gather_s = gather_s if ranks.size == 1 else 0.0
     return SGLangEngine(
         scheduler, decode=decode, grammars=grammars, max_waiting=max_waiting, deterministic=deterministic
     )

@@ -17,6 +17,7 @@ import torch
 
 from omniflow.engine.base import EngineOutput, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
+from omniflow.engine.ranks import Ranks
 from omniflow.engine.transformers import TransformersEngine
 from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, ProtocolError, UnsupportedError
 from tests.engine.tiny import CONTEXT, HIDDEN, VOCAB, drain, ids_of, prompt, request, run, tiny_llama
@@ -328,3 +329,16 @@ def test_tokens_that_may_wait_are_told_with_the_last(engine: SGLangEngine) -> No
         engine._scheduler.outbox.gather_s = 0.0
     assert [ids_of(gathered[id]) for id in "abc"] == [ids_of(plain[id]) for id in "aba"]
     assert [[len(output.ids) for output in gathered[id]] for id in "abc"] == [[1, 11], [1, 5], [1] * 12]
+
+
+def test_tokens_of_several_ranks_do_not_wait(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks of ranks differ, and a rank that tells other tokens in a step than rank 0 is ended."""
+    from omniflow.engine import sglang
+
+    outbox = engine._scheduler.outbox
+    monkeypatch.setattr(sglang, "build", lambda *_: engine._scheduler)
+    monkeypatch.setattr(outbox, "gather_s", 0.0)
+    sglang.load_engine(Path(), gather_s=1.0, ranks=Ranks(1, 2))
+    assert outbox.gather_s == 0.0
+    sglang.load_engine(Path(), gather_s=1.0)
+    assert outbox.gather_s == 1.0
