@@ -73,8 +73,8 @@ async def test_the_death_of_any_rank_is_the_death_of_the_stage(rank: int) -> Non
 async def test_a_death_is_known_before_the_kernel_has_freed_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process on a GPU is dead 0.2 s after it has begun to end."""
     late: list[Callable[[], None]] = []
-    for name in ("_on_exit", "_on_follower_exit"):
-        monkeypatch.setattr(Supervisor, name, held(getattr(Supervisor, name), late))
+    for seen in (Supervisor._on_exit, Supervisor._on_follower_exit):
+        monkeypatch.setattr(Supervisor, seen.__name__, held(seen, late))
     async with running(choir.build(), MACHINE) as runtime:
         reply = await runtime.submit("ask", Song(holds_s=30))
         await anext(reply)
