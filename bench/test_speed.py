@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.piper.g2p import EnglishPhonemes
 from bench.graphs import Ask, Step, row, running
 from bench.links import ECHO, STREAM, TYPES, End
 from bench.local import source_sink
@@ -171,3 +172,14 @@ def test_thousand_items_of_a_stream_in_one_process(benchmark: Bench, runner: asy
             await (await runtime.submit("ask", Ask(1000))).collect()
 
         benchmark(lambda: runner.run(request()))
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 1000, "9" * 1000, "x^2" * 333, "word " * 200], ids=["letters", "digits", "powers", "words"]
+)
+def test_phonemes_of_1000_characters(benchmark: Bench, text: str) -> None:
+    """A step of the talker's text: 0.01 to 0.09 s; tests/actors/test_piper_phonemes.py counts its work."""
+    benchmark(EnglishPhonemes(), text)
