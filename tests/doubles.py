@@ -1,9 +1,10 @@
-"""Stand-ins for the two ends of a stream edge, to drive an actor without a runtime."""
+"""Stand-ins for the two ends of a stream edge, to drive an actor without a runtime, and a count of the loop's turns."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 import anyio
@@ -76,3 +77,25 @@ _numbers = itertools.count(1)
 def context(**options: object) -> Context:
     """A context with these `Options`; its `run_id` is its own, as a runtime would make it."""
     return Context("req-0", Options(**options), 60.0, f"{next(_numbers):016x}")
+
+
+class Turns:
+    """How often the event loop came round."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    async def count(self) -> None:
+        while True:
+            await anyio.sleep(0)
+            self.num += 1
+
+
+@asynccontextmanager
+async def counted_turns() -> AsyncIterator[Turns]:
+    """Counts the turns of the event loop during the block: next to none while something holds the loop, or the GIL."""
+    turns = Turns()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(turns.count)
+        yield turns
+        tasks.cancel_scope.cancel()
