@@ -18,17 +18,14 @@ import anyio
 import msgspec
 import numpy as np
 
-from actors.catalogue import PACKAGED
 from actors.roles import TalkerRole
 from actors.seeds import part_seed, request_seed
-from actors.thinker import GATHER_S, torch_device
+from actors.stage import GATHER_S, EngineStage
 from omniflow.actor import Context, Emit, Stream
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
-from omniflow.engine.stats import EngineStats
 from omniflow.errors import InvalidInputError
 from omniflow.media import Latents, Segment
-from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
     from omniflow.engine.frames import FrameModel
@@ -80,7 +77,7 @@ class Script(ABC):
         """The weights; called in the engine's thread."""
 
 
-class ArTalker(TalkerRole, ABC):
+class ArTalker(EngineStage, TalkerRole, ABC):
     """Speaks segments of text with a frame engine; the requests of all callers step together.
 
     Each segment gives one or more `Latents`, the last of them marked; one without a word gives none. With
@@ -92,8 +89,6 @@ class ArTalker(TalkerRole, ABC):
     Once a request is heard, its next utterance begins beside the one that is being said, where there is room.
     """
 
-    heavy = True
-
     def __init__(
         self,
         *,
@@ -104,9 +99,7 @@ class ArTalker(TalkerRole, ABC):
         max_waiting: int = 64,
         engine: EngineName = "reference",
     ) -> None:
-        self._weights = resolve(model, PACKAGED)
-        self._device = torch_device(device)
-        self._threads = threads
+        super().__init__(model, device, threads)
         self._engine = engine
         self._limits = {"max_running": max_running, "max_waiting": max_waiting}
         self._script: Script
@@ -120,9 +113,6 @@ class ArTalker(TalkerRole, ABC):
     def wants_process(cls, settings: Mapping[str, Any]) -> bool:
         return settings.get("engine") == "sglang"
 
-    def weights(self) -> Sequence[Weights]:
-        return (self._weights,)
-
     async def setup(self) -> None:
         """Load the model, and say a word. Raises WeightsError where it cannot be loaded."""
         self._script = await self.offload(self.load_script, self._weights.path())
@@ -131,15 +121,6 @@ class ArTalker(TalkerRole, ABC):
             request = EngineRequest(id="setup", ids=prompt.ids, sampling=self._script.sampling)
             async with self._loop.generate(request) as outputs:
                 await anext(outputs)
-
-    def busy_s(self) -> float:
-        return max(super().busy_s(), self._loop.busy_s())
-
-    def engine_stats(self) -> EngineStats:
-        return self._loop.stats
-
-    async def close(self) -> None:
-        await self._loop.close()
 
     async def run(self, segments: Stream[Segment], emit: Emit[Latents], ctx: Context) -> None:
         """See the class. Raises InvalidInputError where `speed` is out of range."""

@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from actors.catalogue import PACKAGED
 from actors.roles import DetokenizeRole
+from actors.stage import ModelStage
 from actors.tokenizer import load_tokenizer
 from actors.tool_calls import Piece, ToolCallParser
 from omniflow.actor import Context, Emit, Stream
 from omniflow.media import TextDelta, TextLogprob, TokenLogprob, Tokens, ToolCallDelta
-from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -162,17 +161,14 @@ class LogprobsOfText:
         return rest
 
 
-class Detokenize(DetokenizeRole):
+class Detokenize(ModelStage, DetokenizeRole):
     """Text of the tokens of `model`, without special tokens, up to the first of the request's stop strings.
 
     Where a request has tools, the calls in it are no text: they leave by a port of their own.
     """
 
     def __init__(self, *, model: str = "smollm2-135m-instruct") -> None:
-        self._weights = resolve(model, PACKAGED)
-
-    def weights(self) -> Sequence[Weights]:
-        return (self._weights,)
+        super().__init__(model)
 
     async def setup(self) -> None:
         """Raises WeightsError where the model has no tokenizer.json."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.catalogue import PACKAGED
 from actors.chat_format import ChatFormat
 from actors.prompt_length import PromptLength
+from actors.stage import ModelStage
 from actors.tool_prompt import Turn
-from omniflow.actor import Actor, Context
+from omniflow.actor import Context
 from omniflow.errors import ProtocolError, UnsupportedError
 from omniflow.media import AudioFeatures, ImageFeatures, Prompt, PromptMessage, TokenPrompt, Tool
-from omniflow.weights import Weights, resolve
 
 NOTHING_HEARD = "(audio in which no words could be understood)"
 """Stands where a transcript is empty, so that the model can say so instead of answering nothing."""
 
 
-class Merge(Actor):
+class Merge(ModelStage):
     """Puts transcripts where their audio was, applies the model's chat template, and tokenizes.
 
     Several pieces of one message are joined by line breaks. Control tokens in what people wrote are plain text to the
@@ -26,12 +25,8 @@ class Merge(Actor):
     """
 
     def __init__(self, *, model: str) -> None:
-        self._weights = resolve(model, PACKAGED)
+        super().__init__(model)
         self._chat: ChatFormat
-
-    def weights(self) -> Sequence[Weights]:
-        """The checkpoint whose tokenizer, template and context length are used."""
-        return (self._weights,)
 
     async def setup(self) -> None:
         """Load tokenizer and template (0.2 s). Raises WeightsError where the checkpoint lacks one of them."""

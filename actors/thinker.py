@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from actors.answer_grammar import AnswerGrammar, answer_grammar
-from actors.catalogue import PACKAGED
 from actors.checkpoint import language_part, read_json
 from actors.roles import ThinkerRole
+from actors.stage import GATHER_S, EngineStage
 from actors.tokenizer import load_tokenizer
 from actors.tool_format import HERMES
 from omniflow.actor import Context, Emit
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.group import follow, lead
 from omniflow.engine.loop import EngineLoop
-from omniflow.engine.stats import EngineStats
 from omniflow.errors import InvalidInputError, StartError, UnsupportedError, WeightsError
 from omniflow.media import Generated, HiddenStates, Options, TokenPrompt, Tokens
-from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,13 +34,11 @@ MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
-GATHER_S = 0.005
-"""Tokens of a GPU that come faster than this travel together."""
 SEEDS = range(-(2**63), 2**64)
 """What a torch generator takes."""
 
 
-class Thinker(ThinkerRole):
+class Thinker(EngineStage, ThinkerRole):
     """A decoder-only language model; requests share a running batch.
 
     `temperature`, `top_p`, `top_k` (0: all) and `max_tokens` hold where a request says nothing; the defaults of the
@@ -58,14 +54,13 @@ class Thinker(ThinkerRole):
     (actors/answer_grammar.py): it is whole and follows its schema, unless `max_tokens` cut it.
     """
 
-    heavy = True
     # 3 s of a restart's 5 s were these imports.
     preload = ("torch", "omniflow.engine.transformers", "transformers.models.llama.modeling_llama")
 
     def __init__(
         self,
         *,
-        model: str = "smollm2-135m-instruct",
+        model: str,
         device: str = "cpu",
         threads: int = 1,
         max_tokens: int = 512,
@@ -79,11 +74,9 @@ class Thinker(ThinkerRole):
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         deterministic: bool = False,
     ) -> None:
-        self._weights = resolve(model, PACKAGED)
+        super().__init__(model, device, threads)
         self._engine = engine
         self._sglang: dict[str, Any] = {"dtype": dtype, "deterministic": deterministic}
-        self._device = torch_device(device)
-        self._threads = threads
         self._defaults = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
         self._limits: dict[str, Any] = {"max_running": max_running, "max_waiting": max_waiting, "kv_tokens": kv_tokens}
 
@@ -94,9 +87,6 @@ class Thinker(ThinkerRole):
     @classmethod
     def refuses_tp(cls, settings: Mapping[str, Any]) -> str | None:
         return None if cls.wants_process(settings) else "its engine runs on one GPU; set engine='sglang'"
-
-    def weights(self) -> Sequence[Weights]:
-        return (self._weights,)
 
     async def setup(self) -> None:
         """Raises WeightsError where the model cannot be loaded, StartError where it cannot be split by `tp`."""
@@ -116,15 +106,6 @@ class Thinker(ThinkerRole):
         self._tokenizer = load_tokenizer(folder)
         self._grammars = _grammars(self._tokenizer, folder, self._defaults.stop_token_ids)
         return folder
-
-    def busy_s(self) -> float:
-        return max(self._loop.busy_s(), super().busy_s())
-
-    def engine_stats(self) -> EngineStats:
-        return self._loop.stats
-
-    async def close(self) -> None:
-        await self._loop.close()
 
     async def run(self, prompt: TokenPrompt, emit: Emit[Tokens], hidden: Emit[HiddenStates], ctx: Context) -> Generated:
         """See the class. Where somebody reads `hidden`, the whole prompt is computed, whatever is known of it."""
@@ -230,11 +211,6 @@ def sampling_for(options: Options, defaults: Sampling) -> Sampling:
     _require(top is None or 0 <= top <= MAX_TOP_LOGPROBS, "top_logprobs", f"from 0 to {MAX_TOP_LOGPROBS}")
     _require(len(options.stop) <= MAX_STOPS and all(options.stop), "stop", f"at most {MAX_STOPS} strings, none empty")
     return sampling
-
-
-def torch_device(device: str) -> str:
-    """A stage's `device` as torch names it in the stage's host, which sees its GPUs alone: they count from 0 there."""
-    return "cpu" if device == "cpu" else "cuda"
 
 
 def end_token_ids(folder: Path) -> frozenset[int]:

@@ -28,6 +28,7 @@ embedded = {
     "segment": bind(Segmenter),
     "talker": bind(
         TinyTalker,
+        model="tiny-talker",
         memory=Budget(weights="65 MB", workspace="250 MB", kv_tokens=16384, kv_bytes_per_token=7168),
         restart=again,
     ),

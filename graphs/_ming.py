@@ -54,7 +54,16 @@ flash = {
     "audio_encoder": bind(MingAudioEncoder, memory=_hears, **_gpu),
     "image_encoder": bind(MingImageEncoder, memory=_sees, **_gpu),
     "thinker": bind(
-        MingThinker, engine="sglang", tp=4, max_running=64, max_waiting=256, kv_tokens=262144, memory=_thinks, **_gpu
+        MingThinker,
+        engine="sglang",
+        tp=4,
+        max_tokens=2048,
+        temperature=0.4,  # and top_p 0.9, as vllm-omni serves it
+        max_running=64,
+        max_waiting=256,
+        kv_tokens=262144,
+        memory=_thinks,
+        **_gpu,
     ),
 }
 _only_speaks = absent("Ming-omni-tts only speaks: send its text to /v1/audio/speech")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from actors.catalogue import PACKAGED
 from actors.encoding import Recent, bounded, digest_of, run_through
 from actors.mel import FFT_SIZE, HOP, SAMPLE_RATE_HZ, log_mel, mel_filters
-from actors.thinker import torch_device
-from omniflow.actor import Actor, batched
+from actors.stage import ModelStage
+from omniflow.actor import batched
 from omniflow.errors import InvalidInputError, ProtocolError
 from omniflow.media import AudioFeatures, Waveforms
-from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
     from actors.ming.audio_tower import AudioTower
@@ -26,7 +23,7 @@ MAX_FRAMES = 12_000
 """Mel frames of 10 ms in one pass, but for a longer clip, which goes alone: the memory of a pass is bounded by it."""
 
 
-class MingAudioEncoder(Actor):
+class MingAudioEncoder(ModelStage):
     """Hears with the audio tower of a Ming-flash-omni checkpoint: fills `AudioFeatures.rows`, one for each 40 ms.
 
     Clips are heard whole, as Ming's processor has them; one of less than 12.6 ms is followed by silence up to 25 ms.
@@ -50,19 +47,13 @@ class MingAudioEncoder(Actor):
         max_seconds: float = 600,
         cache_mb: int = 256,
     ) -> None:
-        self._weights = resolve(model, PACKAGED)
-        self._device = torch_device(device)
+        super().__init__(model, device, threads)
         self._dtype = dtype
-        self._threads = threads
         self._max_seconds = max_seconds
         self._rows: Recent[np.ndarray] = Recent(cache_mb * 10**6, lambda rows: rows.nbytes)
         self._tower: AudioTower
         self._filters: np.ndarray
         self._max_frames: int
-
-    def weights(self) -> Sequence[Weights]:
-        """The checkpoint."""
-        return (self._weights,)
 
     async def setup(self) -> None:
         """Load the tower, and run it once. Raises WeightsError where it cannot be loaded."""

@@ -8,16 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from actors.catalogue import PACKAGED
 from actors.ming.prompt import AUDIO_TOKENS, CLIP_TOKENS, IMAGE_TOKENS, Control, MediaTokens, Vocabulary, laid_out
 from actors.ming.thinker_config import AUDIO, IMAGE, Thinker
 from actors.ming.thinker_places import Grid, places
 from actors.prompt_length import PromptLength
 from actors.roles import MergeRole
+from actors.stage import ModelStage
 from omniflow.actor import Context
 from omniflow.errors import ProtocolError, UnsupportedError
 from omniflow.media import AudioFeatures, ImageFeatures, Prompt, TokenPrompt
-from omniflow.weights import Weights, resolve
 
 
 class Media(NamedTuple):
@@ -29,7 +28,7 @@ class Media(NamedTuple):
     grid: Grid | None = None
 
 
-class MingMerge(MergeRole):
+class MingMerge(ModelStage, MergeRole):
     """Ming-flash-omni's prompt of a conversation, in the chat template and with the tokenizer of `model`.
 
     Control tokens in what people wrote are plain text to the model: only the template writes real ones. Raises
@@ -37,11 +36,7 @@ class MingMerge(MergeRole):
     """
 
     def __init__(self, *, model: str) -> None:
-        self._weights = resolve(model, PACKAGED)
-
-    def weights(self) -> Sequence[Weights]:
-        """The checkpoint whose tokenizer and config.json are used."""
-        return (self._weights,)
+        super().__init__(model)
 
     async def setup(self) -> None:
         """Raises WeightsError where the checkpoint's tokenizer or config.json is not Ming's, or missing."""

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from actors.catalogue import PACKAGED
 from actors.encoding import Recent, digest_of, run_through
 from actors.ming.pixels import Shown, show_clip, show_image
 from actors.pictures import quiet_pillow, read_picture
-from actors.thinker import torch_device
+from actors.stage import ModelStage
 from actors.video import VideoClip
-from omniflow.actor import Actor, batched
+from omniflow.actor import batched
 from omniflow.errors import InvalidInputError
 from omniflow.media import ImageFeatures, Images
-from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
     from actors.ming.towers_config import Pixels
@@ -42,7 +40,7 @@ class _Seen(NamedTuple):
     frame_s: float
 
 
-class MingImageEncoder(Actor):
+class MingImageEncoder(ModelStage):
     """Sees with the vision tower of a Ming-flash-omni checkpoint: fills `ImageFeatures`.
 
     Images are png, jpeg or webp. Of clips (mp4, mov, webm, mkv, avi) two frames a second are seen, `max_frames` at
@@ -66,19 +64,13 @@ class MingImageEncoder(Actor):
         max_clip_s: float = 600,
         cache_mb: int = 512,
     ) -> None:
-        self._weights = resolve(model, PACKAGED)
-        self._device = torch_device(device)
+        super().__init__(model, device, threads)
         self._dtype = dtype
-        self._threads = threads
         self._max_frames = max_frames
         self._max_clip_s = max_clip_s
         self._recent: Recent[_Seen] = Recent(cache_mb * 10**6, lambda seen: seen.rows.nbytes)
         self._tower: VisionTower
         self._pixels: Pixels
-
-    def weights(self) -> Sequence[Weights]:
-        """The checkpoint."""
-        return (self._weights,)
 
     async def setup(self) -> None:
         """Load the tower, and run it once. Raises WeightsError where it cannot be loaded."""

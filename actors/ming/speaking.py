@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from actors.catalogue import PACKAGED
 from actors.ming.script import MingScript
 from actors.ming.voices import (
     UNNAMED,
@@ -18,20 +17,18 @@ from actors.ming.voices import (
 )
 from actors.roles import TalkerRole
 from actors.seeds import part_seed, request_seed
-from actors.thinker import torch_device
+from actors.stage import EngineStage
 from omniflow.actor import Context, Emit, NamedVoice, Stream
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
-from omniflow.engine.stats import EngineStats
 from omniflow.errors import InvalidInputError, UnsupportedError, WeightsError
 from omniflow.media import Latents, Options, Segment
-from omniflow.weights import Weights, resolve
 
 GUIDANCE, SIGMA = 2.0, 0.25
 """Of the flow, as the checkpoints are meant to be run."""
 
 
-class MingTalker(TalkerRole):
+class MingTalker(EngineStage, TalkerRole):
     """Speaks segments of text with the flow talker of a Ming checkpoint (`model`, in the layout of Ming-omni-tts or of
     Ming-flash-omni).
 
@@ -49,7 +46,6 @@ class MingTalker(TalkerRole):
     `dtype` auto is bfloat16 there, and float32 on a CPU; noise and latents are float32 in any case.
     """
 
-    heavy = True
     preload = (
         "torch",
         "actors.ming.talker",
@@ -73,9 +69,7 @@ class MingTalker(TalkerRole):
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         normalise: bool = True,
     ) -> None:
-        self._weights = resolve(model, PACKAGED)
-        self._device = torch_device(device)
-        self._threads = threads
+        super().__init__(model, device, threads)
         self._max_running, self._max_waiting, self._kv_tokens = max_running, max_waiting, kv_tokens
         self._temperature = temperature
         self._dtype = ("float32" if self._device == "cpu" else "bfloat16") if dtype == "auto" else dtype
@@ -83,10 +77,6 @@ class MingTalker(TalkerRole):
         self._script: MingScript
         self._voices: dict[str, Voice] = {}
         self._loop = EngineLoop(self._build)
-
-    def weights(self) -> Sequence[Weights]:
-        """The checkpoint."""
-        return (self._weights,)
 
     def voices(self) -> Sequence[NamedVoice]:
         """What the checkpoint brings, or `default` where it brings none; nothing where it is not on this machine."""
@@ -109,15 +99,6 @@ class MingTalker(TalkerRole):
         if prompt is not None:
             async with self._loop.generate(EngineRequest(id="setup", ids=prompt.ids, sampling=Sampling())) as outputs:
                 await anext(outputs)
-
-    def busy_s(self) -> float:
-        return max(super().busy_s(), self._loop.busy_s())
-
-    def engine_stats(self) -> EngineStats:
-        return self._loop.stats
-
-    async def close(self) -> None:
-        await self._loop.close()
 
     async def run(self, segments: Stream[Segment], emit: Emit[Latents], ctx: Context) -> None:
         """See the class. Raises UnsupportedError for another `speed` than 1, InvalidInputError for an unknown voice."""

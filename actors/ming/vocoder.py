@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,13 +11,11 @@ import anyio
 import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from actors.catalogue import PACKAGED
 from actors.roles import VocoderRole
-from actors.thinker import torch_device
+from actors.stage import ModelStage
 from omniflow.actor import Context, Emit, Stream
 from omniflow.errors import ContextLengthError, ProtocolError
 from omniflow.media import AudioChunk, Latents
-from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
     from actors.ming.audio_vae import AudioDecoder
@@ -30,7 +27,7 @@ with it: they come within a millisecond.
 """
 
 
-class MingVocoder(VocoderRole):
+class MingVocoder(ModelStage, VocoderRole):
     """Makes sound of the latents of a Ming checkpoint's talker, mono, at the rate of its AudioVAE (44.1 kHz).
 
     Each message gives what is certain by now; segments follow each other, each from an empty state. What waits when a
@@ -55,9 +52,7 @@ class MingVocoder(VocoderRole):
         longest_s: float = 40.0,
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     ) -> None:
-        self._weights = resolve(model, PACKAGED)
-        self._device = torch_device(device)
-        self._threads = threads
+        super().__init__(model, device, threads)
         self._max_together = max_together
         self._longest_s = longest_s
         self._dtype = dtype
@@ -66,10 +61,6 @@ class MingVocoder(VocoderRole):
         self._waiting: dict[_Call, None] = {}
         self._lock = threading.Lock()
         self._decoder: AudioDecoder[Any]
-
-    def weights(self) -> Sequence[Weights]:
-        """The checkpoint."""
-        return (self._weights,)
 
     async def setup(self) -> None:
         """Load the decoder, and run it once. Raises WeightsError where it cannot be loaded."""

@@ -7,7 +7,6 @@ sound -> AudioVAE's encoder -> latents before the first of the talker's own, wit
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,16 +14,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from actors.catalogue import PACKAGED
 from actors.clip import Clip
 from actors.ming.speaker import FILE, SPEAKER_DIM, SpeakerEncoder
 from actors.ming.speaker import SAMPLE_RATE_HZ as SPEAKER_HZ
 from actors.roles import VoiceEncoderRole
-from actors.thinker import torch_device
+from actors.stage import ModelStage
 from omniflow.actor import NamedVoice
 from omniflow.errors import InvalidInputError, WeightsError
 from omniflow.media import VoiceCode, VoiceSample
-from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -192,7 +189,7 @@ def _sound(file: Path, sample_rate_hz: int) -> np.ndarray:
     return np.concatenate(blocks)
 
 
-class MingVoiceEncoder(VoiceEncoderRole):
+class MingVoiceEncoder(ModelStage, VoiceEncoderRole):
     """Learns voices for the talker of a Ming checkpoint (`model`) from recordings of `least_s` to `most_s` seconds,
     or to what its AudioVAE has room for.
 
@@ -204,15 +201,9 @@ class MingVoiceEncoder(VoiceEncoderRole):
     def __init__(
         self, *, model: str, device: str = "cpu", threads: int = 1, least_s: float = 1.0, most_s: float = 30.0
     ) -> None:
-        self._weights = resolve(model, PACKAGED)
-        self._device = torch_device(device)
-        self._threads = threads
+        super().__init__(model, device, threads)
         self._least_s, self._most_s = least_s, most_s
         self._encode: VoiceEncoder
-
-    def weights(self) -> Sequence[Weights]:
-        """The checkpoint."""
-        return (self._weights,)
 
     async def setup(self) -> None:
         """Load the AudioVAE's encoder and CAM++. Raises WeightsError where one cannot be loaded."""

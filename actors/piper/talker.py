@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.catalogue import PACKAGED
 from actors.piper import PIPER_JOE
 from actors.piper.voice import PAUSES, SENTENCE_ENDS, Voice, open_graph
 from actors.seeds import request_seed
-from omniflow.actor import Actor, Context, Emit, NamedVoice, Stream
+from actors.stage import ModelStage
+from omniflow.actor import Context, Emit, NamedVoice, Stream
 from omniflow.errors import InvalidInputError
 from omniflow.media import Latents, Segment
-from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
     from actors.piper.g2p import EnglishPhonemes
@@ -41,7 +40,7 @@ OPEN_END = 6
 """Frames of silence (70 ms) taken from a piece that ends amid a phrase, where the voice leaves 140 ms."""
 
 
-class PiperTalker(Actor):
+class PiperTalker(ModelStage):
     """Speaks segments of US English text, at `Options.speed` (beyond 2 it hardly gets faster).
 
     Each segment gives one or more `Latents`, the last of them marked; one without a word to say gives none. With
@@ -52,13 +51,9 @@ class PiperTalker(Actor):
     preload = ("actors.piper.g2p", "gruut", "gruut_lang_en", "normt2s")
 
     def __init__(self, *, model: str = PIPER_JOE.name) -> None:
-        self._weights = resolve(model, PACKAGED)
+        super().__init__(model)
         self._acoustics: Acoustics
         self._phonemes: EnglishPhonemes
-
-    def weights(self) -> Sequence[Weights]:
-        """The files of the voice."""
-        return (self._weights,)
 
     def voices(self) -> Sequence[NamedVoice]:
         """The one voice of the model, by the name of its weights."""

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import soxr
 
-from actors.catalogue import PACKAGED
 from actors.piper import PIPER_JOE
 from actors.piper.voice import NUM_CHANNELS, SAMPLES_PER_FRAME, Voice, open_graph
+from actors.stage import ModelStage
 from actors.streaming_decoder import Window, WindowedDecoder
-from omniflow.actor import Actor, Emit, Stream
+from omniflow.actor import Emit, Stream
 from omniflow.errors import ProtocolError
 from omniflow.media import AudioChunk, Latents
-from omniflow.weights import Weights, resolve
 
 FIRST_FRAMES, MOST_FRAMES = 16, 64
 """Frames in the first chunk of a reply (186 ms of sound) and, by doubling, in the later ones (743 ms)."""
@@ -41,7 +39,7 @@ class PiperDecoder(WindowedDecoder):
         return np.asarray(samples, np.float32).ravel()
 
 
-class PiperVocoder(Actor):
+class PiperVocoder(ModelStage):
     """Makes sound of latent frames, mono, at `sample_rate_hz`; segments follow each other without a gap or a seam.
 
     Chunks are small at first and grow. Their samples do not depend on how the frames arrive.
@@ -50,13 +48,9 @@ class PiperVocoder(Actor):
     heavy = True
 
     def __init__(self, *, model: str = PIPER_JOE.name, sample_rate_hz: int = 24000) -> None:
-        self._weights = resolve(model, PACKAGED)
+        super().__init__(model)
         self._sample_rate_hz = sample_rate_hz
         self._decoder: PiperDecoder
-
-    def weights(self) -> Sequence[Weights]:
-        """The files of the voice."""
-        return (self._weights,)
 
     async def setup(self) -> None:
         """Load the decoder, and run it once."""

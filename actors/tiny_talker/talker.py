@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.ar_talker import ArTalker, EngineName, Prompt, Script
+from actors.ar_talker import ArTalker, Prompt, Script
 from actors.piper.talker import LONGEST_TEXT, SENTENCE_PAUSE, pieces_of
 from actors.piper.voice import PAUSES, SENTENCE_ENDS
-from actors.tiny_talker import TINY_TALKER
 from omniflow.actor import NamedVoice
 from omniflow.engine.base import Sampling
 
@@ -31,25 +30,6 @@ class TinyTalker(ArTalker):
     """Speaks US English in one voice; see `ArTalker`. Its frames are for `actors.piper.vocoder.PiperVocoder`."""
 
     preload = ("torch", "actors.tiny_talker.model", "actors.piper.g2p", "gruut", "gruut_lang_en", "normt2s")
-
-    def __init__(
-        self,
-        *,
-        model: str = TINY_TALKER.name,
-        device: str = "cpu",
-        threads: int = 1,
-        max_running: int = 8,
-        max_waiting: int = 64,
-        engine: EngineName = "reference",
-    ) -> None:
-        super().__init__(
-            model=model,
-            device=device,
-            threads=threads,
-            max_running=max_running,
-            max_waiting=max_waiting,
-            engine=engine,
-        )
 
     def voices(self) -> Sequence[NamedVoice]:
         """The one that it was made from."""

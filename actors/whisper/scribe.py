@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.catalogue import PACKAGED
 from actors.mel import SAMPLE_RATE_HZ
+from actors.stage import ModelStage
 from actors.whisper import WHISPER_TINY_EN
 from actors.whisper.model import NOTHING, Heard, TimedWord, Whisper, shared_whisper
 from actors.whisper.windows import WINDOWS_S, Cutter, Window, window_s
-from omniflow.actor import Actor, Context, Emit, Stream
+from omniflow.actor import Context, Emit, Stream
 from omniflow.errors import ProtocolError, UnsupportedError
 from omniflow.media import AudioChunk, Options, Transcript, Word
-from omniflow.weights import Weights, resolve
 
 if TYPE_CHECKING:
     import soxr
@@ -29,7 +28,7 @@ LONGEST_STRETCH_S = 15.0
 """Nobody reads longer subtitles."""
 
 
-class WhisperScribe(Actor):
+class WhisperScribe(ModelStage):
     """Writes down what is said, in stretches of a sentence or up to a pause. The default model knows English only.
 
     A step is the encoding or the reading of a window of at most 30 s: 0.1 to 0.7 s of one core; a request holds one
@@ -37,13 +36,8 @@ class WhisperScribe(Actor):
     """
 
     def __init__(self, *, model: str = WHISPER_TINY_EN.name, threads: int = 1) -> None:
-        self._weights = resolve(model, PACKAGED)
-        self._threads = threads
+        super().__init__(model, threads=threads)
         self._whisper: Whisper
-
-    def weights(self) -> Sequence[Weights]:
-        """The files of the Whisper model."""
-        return (self._weights,)
 
     async def setup(self) -> None:
         """Load the model (0.3 s), unless another stage of this process has."""

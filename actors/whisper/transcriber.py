@@ -9,21 +9,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from actors.catalogue import PACKAGED
 from actors.mel import SAMPLE_RATE_HZ
+from actors.stage import ModelStage
 from actors.whisper import WHISPER_TINY_EN
 from actors.whisper.model import Whisper, joined, shared_whisper
 from actors.whisper.windows import cut, window_s
-from omniflow.actor import Actor, batched
+from omniflow.actor import batched
 from omniflow.errors import InvalidInputError, ProtocolError
 from omniflow.media import AudioFeatures, Waveforms
-from omniflow.weights import Weights, resolve
 
 MAX_BATCH = 2
 """Windows in one step. Two long ones take 1.6x the time of one, four 3.0x: more would only delay the first."""
 
 
-class WhisperTranscriber(Actor):
+class WhisperTranscriber(ModelStage):
     """Hears by transcription: fills `AudioFeatures.texts`. The default model knows English only.
 
     A step is one pass over at most two windows of one length: 0.11 to 1.6 s of one core. A conversation with more
@@ -41,16 +40,11 @@ class WhisperTranscriber(Actor):
         cached_clips: int = 256,
         threads: int = 1,
     ) -> None:
-        self._weights = resolve(model, PACKAGED)
+        super().__init__(model, threads=threads)
         self._max_seconds = max_seconds
         self._cached_clips = cached_clips
-        self._threads = threads
         self._texts: OrderedDict[bytes, str] = OrderedDict()
         self._whisper: Whisper
-
-    def weights(self) -> Sequence[Weights]:
-        """The files of the Whisper model."""
-        return (self._weights,)
 
     async def setup(self) -> None:
         """Load the model (0.3 s)."""

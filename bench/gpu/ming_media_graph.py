@@ -173,6 +173,8 @@ def _thinker(folder: Path, device: str, max_running: int) -> Binding:
         device=device,
         engine="sglang",
         dtype="bfloat16",
+        max_tokens=2048,
+        temperature=0.4,
         kv_tokens=KV_TOKENS,
         max_running=max_running,
         max_waiting=256,

@@ -78,6 +78,7 @@ def build(arguments: argparse.Namespace, talkers: list[str]) -> Graph:
         talker = graph.stage(
             f"talker{number}",
             SpelledTalker,
+            model="tiny-talker",
             device=device,
             max_running=16,
             memory=Budget(weights="100 MB", workspace="2.9 GB"),

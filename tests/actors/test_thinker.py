@@ -362,7 +362,7 @@ def test_end_tokens_of_a_model_of_parts(tmp_path: Path) -> None:
 
 
 async def test_the_real_model_knows_the_capital_of_france() -> None:
-    thinker = Thinker(temperature=0.0, max_tokens=16)
+    thinker = Thinker(model="smollm2-135m-instruct", temperature=0.0, max_tokens=16)
     folder = thinker.weights()[0].fetch()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"

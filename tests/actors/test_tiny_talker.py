@@ -46,7 +46,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def talker(anyio_backend: str) -> AsyncIterator[TinyTalker]:
-    actor = TinyTalker()
+    actor = TinyTalker(model=TINY_TALKER.name)
     await actor.setup()
     yield actor
     await actor.close()
@@ -257,7 +257,7 @@ async def test_speech_is_the_same_whether_its_text_is_here_or_comes(talker: Tiny
 
 
 async def test_requests_beyond_the_queue_are_refused_and_the_others_spoken() -> None:
-    full = TinyTalker(max_running=1, max_waiting=1)
+    full = TinyTalker(model=TINY_TALKER.name, max_running=1, max_waiting=1)
     await full.setup()
     outcomes: list[object] = []
 

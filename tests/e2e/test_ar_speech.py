@@ -24,7 +24,7 @@ TEXT = "The children built a small boat. After dinner they played cards."
 def speech() -> Graph:
     graph = Graph("ar_speech")
     segment = graph.stage("segment", Segmenter, near="talker")
-    talker = graph.stage("talker", TinyTalker, restart=one_for_one(max_restarts=5, within_s=60))
+    talker = graph.stage("talker", TinyTalker, model="tiny-talker", restart=one_for_one(max_restarts=5, within_s=60))
     vocoder = graph.stage("vocoder", PiperVocoder)
     graph.stream(segment, talker, bound=8)
     graph.stream(talker, vocoder, bound=8)
