@@ -1,0 +1,80 @@
+"""What the scripts here share: the machine in words, and results that are on disk as soon as they are known."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from omniflow.cli.machine import find_gpus, num_cores, visible_gpus
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("torch", "triton", "sglang", "transformers", "nvidia-nccl-cu13")
+
+
+def machine() -> dict[str, Any]:
+    """Date, visible GPUs, driver, versions and cores; `commit` where this is a checkout."""
+    report = find_gpus()
+    gpus = visible_gpus(report.gpus, os.environ)
+    found: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "gpus": [gpu.model for gpu in gpus],
+        "driver": gpus[0].driver if gpus else report.problem,
+        "memory_mib": [gpu.memory_bytes >> 20 for gpu in gpus],
+        "python": platform.python_version(),
+        "cores": num_cores(),
+        **{name: version for name in PACKAGES if (version := _version(name)) is not None},
+    }
+    commit = _commit()
+    return found | ({"commit": commit} if commit else {})
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    try:
+        command = ["git", "describe", "--always", "--dirty"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+class Report:
+    """Results of one part of a script, by name; `file` (if any) has them after each `add`, beside those of other parts.
+
+    So what was measured is kept when what follows fails, or is killed.
+    """
+
+    def __init__(self, file: Path | None, part: str) -> None:
+        self._file = file
+        self._part = part
+        self.found: dict[str, Any] = {}
+
+    def add(self, *path: str, **values: Any) -> None:
+        """Put `values` beside those that are known under `path`, print them, write all."""
+        place = self.found
+        for name in path:
+            place = place.setdefault(name, {})
+        place |= values
+        print(", ".join((*path, "")) + json.dumps(values) if path else json.dumps(values), flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """As `add` does; for what was changed in `found`."""
+        if self._file is None:
+            return
+        known = json.loads(self._file.read_text()) if self._file.exists() else {}
+        known |= {"machine": machine(), self._part: self.found}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.with_suffix(".new").write_text(json.dumps(known, indent=1) + "\n")
+        self._file.with_suffix(".new").replace(self._file)
