@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu.jobs import JOBS, Job
-from bench.gpu.report import ROOT, machine
+from bench.gpu.report import ROOT, machine, replace
 from omniflow.cli.machine import find_gpus, visible_gpus
 
 SHARERS = 6
@@ -163,9 +163,7 @@ class Runner:
     def _tell(self, row: Row) -> None:
         self.rows[row.name] = row
         self._say(f"{row.name}: {row.outcome}" + (f" after {row.seconds:.0f} s" if row.gpus else ""))
-        found = {"machine": self._machine, "jobs": msgspec.to_builtins(list(self.rows.values()))}
-        self._file.with_suffix(".new").write_text(json.dumps(found, indent=1) + "\n")
-        self._file.with_suffix(".new").replace(self._file)
+        replace(self._file, {"machine": self._machine, "jobs": msgspec.to_builtins(list(self.rows.values()))})
 
     def _say(self, text: str) -> None:
         print(f"{time.monotonic() - self._began:4.0f} s  {text}", flush=True)

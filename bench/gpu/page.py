@@ -1,11 +1,12 @@
 """Writes docs/gpu_transports.md from bench/results/gpu_transports.json: a list of what bench.gpu.transports found.
 
-python -m bench.gpu.page
+python -m bench.gpu.page [RUN ...]     RUN: a JSON of bench.gpu.transports, which is added to the results
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +127,28 @@ def facts(parts: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def left_by(run: dict[str, Any]) -> dict[str, list[str]]:
+    """What parts have left in /dev/shm."""
+    found = {name: part["left_in_dev_shm"] for name, part in run["parts"].items() if "left_in_dev_shm" in part}
+    return found | run.get("left_in_dev_shm", {})
+
+
 def main() -> None:
     lines = [HEAD, AIMS]
-    for run in json.loads(RESULTS.read_text()):
+    runs = json.loads(RESULTS.read_text())
+    if len(sys.argv) > 1:
+        runs += [json.loads(Path(file).read_text()) for file in sys.argv[1:]]
+        RESULTS.write_text(json.dumps(runs, indent=1) + "\n")
+    for run in runs:
         machine = run["machine"]
-        lines.append(f"## {machine['date']}, {len(machine['gpus'])} x {machine['gpus'][0]}, commit {run['commit']}\n")
+        commit = run.get("commit") or machine.get("commit", "unknown")
+        lines.append(f"## {machine['date']}, {len(machine['gpus'])} x {machine['gpus'][0]}, commit {commit}\n")
         lines.append(
             f"Driver {machine['driver']}, torch {machine['torch']}, NCCL {machine['nccl']}, "
             f"Python {machine['python']}, {machine['cores']} cores. {run.get('note', '')}\n"
         )
         lines += [*one_gpu(run["parts"]), *two_gpus(run["parts"]), *facts(run["parts"])]
-        left = run.get("left_in_dev_shm")
+        left = left_by(run)
         lines.append(f"Left in /dev/shm, by part: `{json.dumps(left)}`\n" if left else "Left in /dev/shm: nothing.\n")
     PAGE.write_text("\n".join(line for line in lines))
 

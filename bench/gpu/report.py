@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ PACKAGES = ("torch", "triton", "sglang", "transformers", "nvidia-nccl-cu13")
 
 
 def machine() -> dict[str, Any]:
-    """Date, visible GPUs, driver, versions and cores; `commit` where this is a checkout."""
+    """Date, visible GPUs, driver, versions and cores; `commit` as the checkout or OMNIFLOW_COMMIT says."""
     report = find_gpus()
     gpus = visible_gpus(report.gpus, os.environ)
     found: dict[str, Any] = {
@@ -42,6 +43,8 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
+    if "OMNIFLOW_COMMIT" in os.environ:
+        return os.environ["OMNIFLOW_COMMIT"]
     try:
         command = ["git", "describe", "--always", "--dirty"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
@@ -55,26 +58,31 @@ class Report:
     So what was measured is kept when what follows fails, or is killed.
     """
 
-    def __init__(self, file: Path | None, part: str) -> None:
+    def __init__(self, file: Path | None, part: str, facts: Mapping[str, Any] | None = None) -> None:
         self._file = file
         self._part = part
+        self._facts = machine() if facts is None else facts
         self.found: dict[str, Any] = {}
 
-    def add(self, *path: str, **values: Any) -> None:
+    def add(self, values: Mapping[str, Any], *path: str) -> None:
         """Put `values` beside those that are known under `path`, print them, write all."""
+        print(" ".join(path), json.dumps(values), flush=True)
+        self.keep(values, *path)
+
+    def keep(self, values: Mapping[str, Any], *path: str) -> None:
+        """As `add`, without a word."""
         place = self.found
         for name in path:
             place = place.setdefault(name, {})
         place |= values
-        print(", ".join((*path, "")) + json.dumps(values) if path else json.dumps(values), flush=True)
-        self.write()
+        if self._file is not None:
+            known = json.loads(self._file.read_text()) if self._file.exists() else {}
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            replace(self._file, known | {"machine": self._facts, self._part: self.found})
 
-    def write(self) -> None:
-        """As `add` does; for what was changed in `found`."""
-        if self._file is None:
-            return
-        known = json.loads(self._file.read_text()) if self._file.exists() else {}
-        known |= {"machine": machine(), self._part: self.found}
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.with_suffix(".new").write_text(json.dumps(known, indent=1) + "\n")
-        self._file.with_suffix(".new").replace(self._file)
+
+def replace(file: Path, content: object) -> None:
+    """Write a JSON as a whole: who reads it, or is killed while it is written, finds the one or the other."""
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(content, indent=1) + "\n")
+    new.replace(file)

@@ -1,6 +1,10 @@
-"""How tensors go from process to process on GPUs: omniflow's lanes beside torch's ways, in one run.
+"""How tensors go from process to process on GPUs: omniflow's lanes beside torch's ways (`peers.py`), in one run.
 
-    python -m bench.gpu.transports [--only PART ...] [--json FILE]
+    python -m bench.gpu.transports [one|two|kills] [--only PART ...] [--json FILE]
+
+    one    on one GPU
+    two    between two
+    kills  kill -9 of either end, between two
 
 One value is on its way at a time. A hop ends when the receiver has the tensor and its GPU is through with all that was
 given to it before ("ready"); it ends earlier when the receiver may give its GPU work on it ("held"). The processes read
@@ -13,8 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
-import datetime
 import gc
 import json
 import os
@@ -25,14 +27,27 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
 import torch
 import torch.distributed as distributed
 
+from bench.gpu.peers import (
+    SIZES,
+    STREAMED,
+    bare_nccl,
+    calls,
+    events,
+    peer_copy,
+    repeats_of,
+    spread,
+    torch_queue,
+)
+from bench.gpu.report import ROOT, Report, machine
+from omniflow.devices import Gpus
 from omniflow.errors import ErrorInfo
 from omniflow.messages import Message
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
@@ -42,10 +57,7 @@ from omniflow.transport.cuda_driver import map_memory, take_memory
 from omniflow.transport.cuda_ipc import CudaIpcLane, DevicePool
 from omniflow.transport.lane import Lane
 from omniflow.transport.nccl import NcclLane
-from omniflow.transport.nccl_library import Communicator, _library, new_id
 
-ROOT = Path(__file__).parents[2]
-SIZES = [2**16, 2**20, 2**22, 2**24, 2**26]
 POOL = 2**28
 SHM = 2**30
 TYPES: dict[int, Any] = {
@@ -53,7 +65,6 @@ TYPES: dict[int, Any] = {
 }  # fmt: skip
 MEASURE, TIMES, ECHO, KEEP, WORD, STREAM = 1, 2, 3, 4, 5, 6
 """Edges: answered with times; those times; sent back; kept; a word, answered with times; only the last is answered."""
-STREAMED = 40
 NCCL_SETTINGS = {
     "64 channels": {"NCCL_MIN_P2P_NCHANNELS": "64"},
     "chunks of 128 KB": {"NCCL_P2P_NVL_CHUNKSIZE": "131072", "NCCL_BUFFSIZE": "1048576"},
@@ -63,12 +74,8 @@ NCCL_SETTINGS = {
 """NCCL 2.28.9 sends a value between two ranks by half of its channels, in chunks of 512 KB, by way of buffers of the
 receiver's, which hold 8: of 16 MB each of 16 channels has two, so little of the way in overlaps with the way out.
 """
-PORT = 29611
 UVLOOP = {"use_uvloop": True}
-
-
-def repeats_of(size: int) -> int:
-    return 300 if size <= 2**22 else 100
+PART_S = 60
 
 
 def lane_of(kind: str) -> Lane | None:
@@ -146,11 +153,12 @@ class End:
 
 @contextlib.contextmanager
 def child(name: str, kind: str, device: int) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes]]]:
-    """A process that sees one GPU and has the other end of a socket."""
+    """A process that sees one of our GPUs and has the other end of a socket."""
     ours, theirs = socket_pair()
     command = [sys.executable, "-m", "bench.gpu.transports", "--child", name, kind, str(theirs.fileno())]
     uvloop = type(asyncio.get_running_loop()).__module__.startswith("uvloop")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(device), "BENCH_UVLOOP": "1" if uvloop else ""}
+    gpu = Gpus((device,)).environment(os.environ)
+    environment = {**os.environ, **gpu, "BENCH_UVLOOP": "1" if uvloop else ""}
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT)
     theirs.close()
     try:
@@ -164,8 +172,8 @@ def child(name: str, kind: str, device: int) -> Iterator[tuple[socket.socket, su
 async def with_peer(
     kind: str, device: int, use: Callable[[End, subprocess.Popen[bytes]], Any], name: str = "echo"
 ) -> Any:
-    """Open a link with a process and use it."""
-    with child(name, kind, device) as (ours, process):
+    """Open a link with a process and use it, for `PART_S` at most: what never comes must not hold the other parts."""
+    with child(name, kind, device) as (ours, process), anyio.fail_after(PART_S):
         async with anyio.create_task_group() as tasks:
             end = End(kind, ours.detach())
             if end.lane is not None:
@@ -261,14 +269,6 @@ async def word(end: End) -> float:
     began = time.perf_counter()
     end.link.send_item(WORD, 1, 0, "word")
     return float((await end.answer())[0] - began)
-
-
-def spread(name: str, seconds: list[float]) -> dict[str, float]:
-    values = np.array(seconds[len(seconds) // 5 :]) * 1e6
-    return {
-        f"{name}_p50_us": round(float(np.median(values)), 1),
-        f"{name}_p99_us": round(float(np.percentile(values, 99)), 1),
-    }
 
 
 async def killed_reader(kind: str, device: int) -> dict[str, Any]:
@@ -404,240 +404,6 @@ def torch_steps(tensor: torch.Tensor) -> dict[str, Callable[[], Any]]:
     }
 
 
-def torch_queue_child(tensors: Any, times: Any) -> None:
-    while True:
-        value = tensors.get()
-        if value is None:
-            return
-        held = time.perf_counter()
-        torch.cuda.synchronize()
-        ready = time.perf_counter()
-        del value
-        times.put((held, ready))
-
-
-def torch_queue() -> dict[str, Any]:
-    """torch.multiprocessing: a queue of tensors, on the same GPU."""
-    context = torch.multiprocessing.get_context("spawn")
-    tensors, times = context.Queue(), context.Queue()
-    process = context.Process(target=torch_queue_child, args=(tensors, times), daemon=True)
-    process.start()
-    rows = {}
-    for size in SIZES:
-        tensor = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
-        torch.cuda.synchronize()
-        held, ready = [], []
-        for _ in range(repeats_of(size)):
-            began = time.perf_counter()
-            tensors.put(tensor)
-            found = times.get(timeout=30)
-            held.append(found[0] - began)
-            ready.append(found[1] - began)
-        rows[str(size)] = {**spread("held", held), **spread("ready", ready)}
-    tensors.put(None)
-    process.join(10)
-    return rows
-
-
-def bare_nccl_rank(rank: int, rounds: dict[int, int], results: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(PORT))
-    torch.cuda.set_device(rank)
-    distributed.init_process_group("nccl", rank=rank, world_size=2, device_id=torch.device("cuda", rank))
-    rows = {}
-    for size, repeats in rounds.items():
-        ours, theirs = (torch.ones(size, dtype=torch.uint8, device="cuda") for _ in range(2))
-        seconds = []
-        for _ in range(repeats):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            if rank == 0:
-                distributed.send(ours, 1)
-                distributed.recv(theirs, 1)
-            else:
-                distributed.recv(theirs, 0)
-                distributed.send(ours, 0)
-            torch.cuda.synchronize()
-            seconds.append((time.perf_counter() - began) / 2)
-        rows[str(size)] = spread("half_round_trip", seconds)
-        if size >= 2**24:
-            rows[str(size)]["stream_gb_s"] = round(sorted(bare_stream(rank, ours) for _ in range(5))[2], 1)
-    if rank == 0:
-        results.put(rows)
-    distributed.destroy_process_group()
-
-
-def bare_stream(rank: int, tensor: torch.Tensor) -> float:
-    """GB/s of sends one behind the other, until the receiver says that it has the last."""
-    byte = tensor[:1].clone()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(STREAMED):
-        if rank == 0:
-            distributed.send(tensor, 1)
-        else:
-            distributed.recv(tensor, 0)
-    if rank == 0:
-        distributed.recv(byte, 1)
-    else:
-        distributed.send(byte, 0)
-    torch.cuda.synchronize()
-    return STREAMED * tensor.nbytes / (time.perf_counter() - began) / 1e9
-
-
-def bare_nccl() -> dict[str, Any]:
-    """torch.distributed by itself: there and back, halved."""
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
-    rounds = {size: repeats_of(size) for size in SIZES}
-    processes = [context.Process(target=bare_nccl_rank, args=(rank, rounds, results)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    rows: dict[str, Any] = results.get(timeout=90)
-    for process in processes:
-        process.join(20)
-        process.kill()
-    return rows
-
-
-class Calls:
-    """One of two ranks that use NCCL's calls alone, in one stream: what a lane by NCCL can reach."""
-
-    def __init__(self, rank: int, names: Any, registered: bool) -> None:
-        torch.cuda.set_device(rank)
-        torch.zeros(1, device="cuda")
-        if rank == 0:
-            name = new_id()
-            names.put(name)
-        else:
-            name = names.get(timeout=60)
-        self.rank = rank
-        self._registered = registered
-        self._communicator = Communicator(name, rank)
-        self._communicator.open()
-        self._stream = torch.cuda.Stream()
-        self._seconds: list[float] = []
-
-    def tensor(self, size: int) -> torch.Tensor:
-        """A tensor to send or receive; `registered`: NCCL may copy from and to where it lies."""
-        found = torch.ones(size, dtype=torch.uint8, device="cuda")
-        if self._registered:
-            handle = ctypes.c_void_p()
-            register = _library().ncclCommRegister
-            register.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p)]
-            error = register(self._communicator._handle, found.data_ptr(), size, ctypes.byref(handle))
-            if error:
-                raise RuntimeError(f"ncclCommRegister: {error}")
-        torch.cuda.synchronize()
-        return found
-
-    def go(self, tensor: torch.Tensor, sender: int) -> None:
-        """Let a tensor go from `sender` to the other."""
-        call = self._communicator.send if self.rank == sender else self._communicator.receive
-        began = time.perf_counter()
-        call(tensor.data_ptr(), tensor.nbytes, self._stream.cuda_stream)
-        self._seconds.append(time.perf_counter() - began)
-
-    def row(self, size: int) -> dict[str, float]:
-        ours, theirs, byte = self.tensor(size), self.tensor(size), self.tensor(1)
-        seconds, streams = [], []
-        self._seconds.clear()
-        for _ in range(repeats_of(size)):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for sender in (0, 1):
-                self.go(ours if self.rank == sender else theirs, sender)
-            torch.cuda.synchronize()
-            seconds.append((time.perf_counter() - began) / 2)
-        found = {**spread("half_round_trip", seconds), **spread("call", self._seconds)}
-        for _ in range(5 if size >= 2**24 else 0):
-            began = time.perf_counter()
-            for _ in range(STREAMED):
-                self.go(ours, 0)
-            self.go(byte, 1)
-            torch.cuda.synchronize()
-            streams.append(STREAMED * size / (time.perf_counter() - began) / 1e9)
-        return found | ({"stream_gb_s": round(sorted(streams)[2], 1)} if streams else {})
-
-
-def calls_rank(rank: int, names: Any, results: Any, registered: bool) -> None:
-    try:
-        calls = Calls(rank, names, registered)
-        rows = {str(size): calls.row(size) for size in SIZES}
-    except RuntimeError as error:
-        rows = {"failed": str(error)}
-    if rank == 0 or "failed" in rows:
-        results.put(rows)
-    time.sleep(1)  # the other one may still be at the last
-    os._exit(0)
-
-
-def calls(registered: bool) -> dict[str, Any]:
-    """NCCL's calls by themselves, there and back, halved; `call` is what one takes of the processor."""
-    context = torch.multiprocessing.get_context("spawn")
-    names, results = context.Queue(), context.Queue()
-    processes = [context.Process(target=calls_rank, args=(rank, names, results, registered)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    try:
-        return dict(results.get(timeout=60))
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-
-
-def peer_copy() -> dict[str, Any]:
-    """One process that copies from GPU to GPU: the limit."""
-    rows = {}
-    for size in SIZES:
-        source = torch.ones(size, dtype=torch.uint8, device="cuda:0")
-        target = torch.empty(size, dtype=torch.uint8, device="cuda:1")
-        seconds = []
-        for _ in range(100):
-            torch.cuda.synchronize(0)
-            torch.cuda.synchronize(1)
-            began = time.perf_counter()
-            target.copy_(source)
-            torch.cuda.synchronize(0)
-            torch.cuda.synchronize(1)
-            seconds.append(time.perf_counter() - began)
-        rows[str(size)] = spread("copy", seconds)
-    return rows
-
-
-def event_child(connection: Any) -> None:
-    event = torch.cuda.Event(interprocess=True)
-    event.record()
-    handle = event.ipc_handle()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(20_000_000_000)  # 10 s
-    event.record()
-    connection.send(handle)
-    time.sleep(60)
-
-
-def events() -> dict[str, Any]:
-    """Why words and not interprocess events: does a stream that waits for one go on after its recorder was killed?"""
-    context = torch.multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=event_child, args=(theirs,), daemon=True)
-    process.start()
-    event = torch.cuda.Event.from_ipc_handle(torch.cuda.current_device(), ours.recv())
-    stream = torch.cuda.Stream()
-    torch.ones(1, device="cuda")
-    event.wait(stream)
-    with torch.cuda.stream(stream):
-        torch.ones(1, device="cuda")
-    time.sleep(0.5)
-    before = stream.query()
-    process.kill()
-    process.join()
-    until = time.perf_counter() + 5
-    while not stream.query() and time.perf_counter() < until:
-        time.sleep(0.01)
-    return {"through_before_kill": before, "through_within_5_s_of_kill": stream.query()}
-
-
 async def spawned() -> dict[str, Any]:
     """Two GPU hosts of a runtime: their start, one request, and the way back after kill -9."""
     from omniflow.runtime import Runtime
@@ -674,9 +440,8 @@ async def spawned() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def parts() -> dict[str, Callable[[], Any]]:
-    """What can be measured here, by name."""
-    found: dict[str, Callable[[], Any]] = {
+def parts_of_one() -> dict[str, Callable[[], Any]]:
+    return {
         "events": lambda: in_a_process("events", {}),
         "cuda_ipc, one GPU": lambda: anyio.run(hops, "cuda_ipc", 0),
         "cuda_ipc, one GPU (uvloop)": lambda: anyio.run(hops, "cuda_ipc", 0, backend_options=UVLOOP),
@@ -687,24 +452,38 @@ def parts() -> dict[str, Callable[[], Any]]:
         "kill -9 of the writer, cuda_ipc": lambda: anyio.run(killed_writer, "cuda_ipc", 0),
         "hosts": lambda: anyio.run(spawned),
     }
+
+
+def parts_of_two() -> dict[str, Callable[[], Any]]:
+    return {
+        "bare torch.distributed": bare_nccl,
+        "peer copy in one process": peer_copy,
+        "cuda_ipc between GPUs (uvloop)": lambda: anyio.run(hops, "cuda_ipc, far", 1, backend_options=UVLOOP),
+        "cuda_ipc between GPUs": lambda: anyio.run(hops, "cuda_ipc, far", 1),
+        "nccl between GPUs": lambda: in_a_process("nccl", {}),
+        "nccl between GPUs (uvloop)": lambda: in_a_process("nccl, uvloop", {}),
+        "NCCL's calls": lambda: calls(False),
+        "NCCL's calls, registered": lambda: calls(True),
+        "host bounce between GPUs": lambda: anyio.run(hops, "host", 1),
+        **{f"nccl between GPUs, {name}": with_settings(settings) for name, settings in NCCL_SETTINGS.items()},
+    }
+
+
+def parts_of_kills() -> dict[str, Callable[[], Any]]:
+    return {
+        f"kill -9 of the {end}, {name}": partial(anyio.run, killed, kind, 1)
+        for name, kind in (("cuda_ipc between GPUs", "cuda_ipc, far"), ("nccl", "nccl"))
+        for end, killed in (("reader", killed_reader), ("writer", killed_writer))
+    }
+
+
+def parts(group: str | None) -> dict[str, Callable[[], Any]]:
+    """What can be measured here, by name."""
+    found = {"one": parts_of_one()}
     if torch.cuda.device_count() > 1:
-        found |= {
-            "bare torch.distributed": bare_nccl,
-            "peer copy in one process": peer_copy,
-            "NCCL's calls": lambda: calls(False),
-            "NCCL's calls, registered": lambda: calls(True),
-            "nccl between GPUs": lambda: in_a_process("nccl", {}),
-            "nccl between GPUs (uvloop)": lambda: in_a_process("nccl, uvloop", {}),
-            **{f"nccl between GPUs, {name}": with_settings(settings) for name, settings in NCCL_SETTINGS.items()},
-            "cuda_ipc between GPUs (uvloop)": lambda: anyio.run(hops, "cuda_ipc, far", 1, backend_options=UVLOOP),
-            "cuda_ipc between GPUs": lambda: anyio.run(hops, "cuda_ipc, far", 1),
-            "host bounce between GPUs": lambda: anyio.run(hops, "host", 1),
-            "kill -9 of the reader, nccl": lambda: anyio.run(killed_reader, "nccl", 1),
-            "kill -9 of the writer, nccl": lambda: anyio.run(killed_writer, "nccl", 1),
-            "kill -9 of the reader, cuda_ipc between GPUs": lambda: anyio.run(killed_reader, "cuda_ipc, far", 1),
-            "kill -9 of the writer, cuda_ipc between GPUs": lambda: anyio.run(killed_writer, "cuda_ipc, far", 1),
-        }
-    return found
+        found |= {"two": parts_of_two(), "kills": parts_of_kills()}
+    groups = found.values() if group is None else [found.get(group, {})]
+    return {name: part for each in groups for name, part in each.items()}
 
 
 def with_settings(settings: dict[str, str]) -> Callable[[], Any]:
@@ -728,25 +507,44 @@ def in_a_process(part: str, settings: dict[str, str]) -> Any:
     return json.loads(ran.stdout.splitlines()[-1])
 
 
-def machine() -> dict[str, Any]:
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    )
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "gpus": names,
-        "driver": driver.stdout.split("\n")[0].strip(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if distributed.is_nccl_available() else None,
-        "python": sys.version.split()[0],
-        "cores": len(os.sched_getaffinity(0)),
-    }
+def measured(measure: Callable[[], Any]) -> dict[str, Any]:
+    """What a part finds; how it failed, where it did."""
+    try:
+        rows: dict[str, Any] = measure()
+    except BaseException as error:  # noqa: BLE001 - a part that fails must not lose the others
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}"}
+    return rows
+
+
+def versions() -> dict[str, Any]:
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if distributed.is_nccl_available() else None
+    return {"cuda": torch.version.cuda, "nccl": nccl}
+
+
+def measure_all(arguments: argparse.Namespace) -> int:
+    """The exit code: 1 where a part failed."""
+    shm = set(os.listdir("/dev/shm"))
+    report = Report(arguments.json, "parts", machine() | versions())
+    for name, measure in parts(arguments.group).items():
+        if arguments.only and not any(part in name for part in arguments.only):
+            continue
+        began = time.perf_counter()
+        rows = measured(measure)
+        left = set(os.listdir("/dev/shm")) - shm
+        if left:
+            rows["left_in_dev_shm"] = sorted(left)
+        shm |= left
+        print(f"{name} ({time.perf_counter() - began:.1f} s)")
+        report.keep(rows, name)
+        for key, value in rows.items():
+            print(f"  {key}: {value}", flush=True)
+    return int(any("failed" in rows for rows in report.found.values()))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("group", nargs="?", choices=["one", "two", "kills"], help="what to measure; all without")
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of what to measure")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=3)
@@ -755,31 +553,11 @@ def main() -> None:
     if arguments.child:
         options = {"use_uvloop": bool(os.environ["BENCH_UVLOOP"])}
         anyio.run(run_child, *arguments.child[:2], int(arguments.child[2]), backend_options=options)
-    if arguments.alone:
+    elif arguments.alone:
         print(json.dumps(ALONE[arguments.alone]()), flush=True)
         os._exit(0)
-    shm = set(os.listdir("/dev/shm"))
-    found: dict[str, Any] = {"machine": machine(), "parts": {}}
-    for name, measure in parts().items():
-        if arguments.only and not any(part in name for part in arguments.only):
-            continue
-        began = time.perf_counter()
-        try:
-            rows = measure()
-        except BaseException as error:  # noqa: BLE001 - a part that fails must not lose the others
-            traceback.print_exc()
-            rows = {"failed": f"{type(error).__name__}: {error}"}
-        found["parts"][name] = rows
-        left = set(os.listdir("/dev/shm")) - shm
-        if left:
-            found.setdefault("left_in_dev_shm", {})[name] = sorted(left)
-            print(f"left in /dev/shm: {sorted(left)}")
-        shm |= left
-        print(f"{name} ({time.perf_counter() - began:.1f} s)")
-        for key, value in rows.items() if isinstance(rows, dict) else [("", rows)]:
-            print(f"  {key}: {value}", flush=True)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    else:
+        sys.exit(measure_all(arguments))
 
 
 if __name__ == "__main__":
