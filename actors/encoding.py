@@ -6,12 +6,18 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from omniflow.actor import Actor
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
 K = TypeVar("K")
 T = TypeVar("T")
+ModuleT = TypeVar("ModuleT", bound="nn.Module")
+DtypeName = Literal["auto", "float32", "bfloat16"]
 STEP_S = 0.05
 """A step of a pass ends with the first layer that ends after so long."""
 
@@ -79,3 +85,26 @@ def _advance(layers: Iterator[T | None]) -> T | None:
         if result is not None or time.monotonic() > until:
             return result
     raise RuntimeError("the pass ended without a result")
+
+
+def dtype_for(wanted: DtypeName, device: str) -> torch.dtype:
+    """What an encoder computes in: "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    # Imports torch, so not at the top: a graph is checked and explained without it.
+    import torch
+
+    if wanted == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    return torch.float32 if wanted == "float32" else torch.bfloat16
+
+
+def placed(module: ModuleT, device: str, wanted: DtypeName) -> ModuleT:
+    """`module` on `device`, in what it computes in there.
+
+    On a GPU this process from then on attends without cuDNN, which torch prefers on Hopper: it builds a plan for each
+    new length of a clip or size of an image, and keeps them all. Heads of 64 and of 72 are FlashAttention's too.
+    """
+    import torch
+
+    if device != "cpu":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return module.to(device, dtype_for(wanted, device))

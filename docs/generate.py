@@ -44,19 +44,18 @@ variables are read: `OMNIFLOW_CACHE` (the folder of the weights) and, for `hf:` 
 """
 
 MING = {
-    "the checkpoint: sizes, names, layout": "__init__ config tensors weights thinker_config thinker_weights "
-    "towers_config towers_weights",
-    "networks: thinker, towers, talker, AudioVAE": "audio_slots audio_tower audio_vae audio_vae_encoder dit qwen2 "
-    "talker thinker_model vision_tower",
+    "the checkpoint: sizes, names, layout": "__init__ config tensors weights",
+    "networks: thinker, towers, talker, AudioVAE": "audio_slots audio_tower audio_vae dit talker thinker_model "
+    "vision_tower",
     "stages": "hearing merging seeing speaking thinking vocoder voices",
-    "what goes in: prompt, places, pixels, script, who speaks": "prompt thinker_places pixels script speaker",
+    "what goes in: prompt, pixels, script": "prompt pixels script",
     "the thinker on SGLang": "thinker_sglang sglang_model/__init__ sglang_model/loading sglang_model/thinker",
     "a tiny checkpoint of random weights, for the profile `tiny` and for tests": "tiny",
 }
 """What the files of actors/ming are, as docs/add_a_model.md has them."""
 BORN_WITH_MING = {
     "omniflow/engine": "flow flow_engine flow_slots slot_cache replays fused places group ranks",
-    "actors": "attention mel encoding pictures clip video normalise checkpoint",
+    "actors": "stage checkpoint encoding attention mel pictures clip video normalise qwen2 speaker",
 }
 """Files that Ming was the first to need, and that know nothing of it."""
 

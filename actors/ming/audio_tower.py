@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from actors.attention import attend_apart
-from actors.ming.towers_config import Audio, AudioConfig, Whisper
-from actors.ming.towers_weights import load_tower
-from actors.ming.weights import read_folder
+from actors.checkpoint import built, read_tensors
+from actors.ming.config import Audio, AudioConfig, Whisper
 
 AUDIO_PREFIXES = ("audio.", "linear_proj_audio.")
 
@@ -136,7 +135,7 @@ def sinusoids(count: int, size: int) -> torch.Tensor:
 def load_audio_tower(folder: Path) -> AudioTower:
     """The tower of the checkpoint in `folder`, as it is stored, on the CPU. Raises WeightsError."""
     config = AudioConfig.load(folder)
-    weights = read_folder(folder, AUDIO_PREFIXES)
+    weights = read_tensors(folder, AUDIO_PREFIXES)
     sizes = config.audio_config.whisper_encoder_config
     weights.setdefault("audio.positional_embedding", sinusoids(sizes.n_ctx, sizes.n_state))
-    return load_tower(lambda: AudioTower(config), weights, (), "the audio tower")
+    return built(lambda: AudioTower(config), weights, "the audio tower")

@@ -1,22 +1,213 @@
-"""What of a Ming checkpoint the speech side reads: its folders, and its config.json by its own names.
+"""What of a Ming checkpoint is read: where its parts lie, and its JSON files, by their own names.
 
-Two layouts exist. Ming-omni-tts has all parts in one folder. Ming-flash-omni has a folder `talker`, with the sizes of
-the backbone and the tokenizer in `llm/`, and the AudioVAE in `vae/`.
+Two layouts exist. Ming-omni-tts has all parts in one folder. Ming-flash-omni has the thinker and its towers in one, and
+beside their config.json a folder `talker`, with the sizes of the backbone and the tokenizer in `llm/`, and the AudioVAE
+in `vae/`.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
-from omniflow.engine.decoder import DecoderShape
+from actors.checkpoint import read_config
 from omniflow.errors import WeightsError
 
+if TYPE_CHECKING:
+    from omniflow.engine.decoder import DecoderShape
+
 T = TypeVar("T")
+TEXT, IMAGE, AUDIO = range(3)
+"""The kinds of inputs, as `EngineRequest.kinds` gives them; a clip's are IMAGE."""
 _NOR_APART = ", and there is no talker/config.json"
 """As there is beside the config.json of a whole Ming-flash-omni."""
+
+
+class VideoRope(msgspec.Struct, frozen=True):
+    """The part `rope_scaling`: how many frequencies turn with time, height and width. Other kinds are refused."""
+
+    mrope_section: tuple[int, int, int] = (8, 12, 12)
+    rope_type: Literal["video_rope"] | None = None
+    type: Literal["video_rope"] | None = None
+    """The older name of `rope_type`."""
+
+    def __post_init__(self) -> None:
+        if self.rope_type is None and self.type is None:
+            raise ValueError("rope_scaling has no rope_type")
+
+
+class Thinker(msgspec.Struct, frozen=True):
+    """The part `llm_config`. Biases in linear layers, tied embeddings, windows and other activations are refused."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    """Of the first layers, which are dense."""
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_experts: int
+    num_experts_per_tok: int
+    num_shared_experts: int
+    n_group: int = 8
+    topk_group: int = 4
+    """Of the `n_group` groups of experts, how many a token may use."""
+    routed_scaling_factor: float = 2.5
+    first_k_dense_replace: int = 0
+    router_type: Literal["topN", "MultiRouter"] = "topN"
+    """MultiRouter: images and audio have a gate of their own in each layer."""
+    head_dim: int | None = None
+    partial_rotary_factor: float = 0.5
+    rope_theta: float = 10000.0
+    rope_scaling: VideoRope | None = None
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 16384
+    hidden_act: Literal["silu"] = "silu"
+    use_qkv_bias: Literal[False] = False
+    use_bias: Literal[False] = False
+    norm_head: Literal[False] = False
+    tie_word_embeddings: Literal[False] = False
+    use_sliding_window: Literal[False] = False
+    score_function: Literal["sigmoid"] = "sigmoid"
+
+    def __post_init__(self) -> None:
+        size, others = divmod(self.num_experts, self.n_group)
+        if others or size < 2:  # a group is as good as its best two
+            raise ValueError(f"{self.num_experts} experts do not make {self.n_group} groups")
+        if self.topk_group > self.n_group or self.num_experts_per_tok > self.topk_group * size:
+            raise ValueError(
+                f"{self.topk_group} of {self.n_group} groups of {size} experts do not hold the "
+                f"{self.num_experts_per_tok} that an input takes"
+            )
+        if self.rope_scaling and sum(self.rope_scaling.mrope_section) != self.rotary_dim // 2:
+            raise ValueError(f"mrope_section has to sum to {self.rotary_dim // 2}, half of what is turned of a head")
+
+    @property
+    def dim(self) -> int:
+        """Of one head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """How much of a head turns with the position."""
+        return int(self.dim * self.partial_rotary_factor)
+
+    @staticmethod
+    def load(folder: Path) -> Thinker:
+        """Read `folder/config.json`. Raises WeightsError where it is missing or no thinker's."""
+        return _read(folder, _WithThinker, "is no Ming thinker's").llm_config
+
+
+class _WithThinker(msgspec.Struct, frozen=True):
+    llm_config: Thinker
+
+
+class Whisper(msgspec.Struct, frozen=True):
+    """The part `whisper_encoder_config` of `audio_config`."""
+
+    n_mels: int = 128
+    n_ctx: int = 15000
+    """Positions: each is two frames of 10 ms."""
+    n_state: int = 1280
+    n_head: int = 20
+    n_layer: int = 32
+
+    def __post_init__(self) -> None:
+        if self.n_state % self.n_head or self.n_state % 2:
+            raise ValueError(f"n_state {self.n_state} is not even, or not a multiple of n_head {self.n_head}")
+
+
+class Audio(msgspec.Struct, frozen=True):
+    """The part `audio_config`: the encoder, and how its projector halves the rate once more."""
+
+    whisper_encoder_config: Whisper = Whisper()
+    ds_kernel_size: int = 3
+    ds_stride: int = 2
+    norm_query_embeds: bool = True
+
+
+class Vision(msgspec.Struct, frozen=True):
+    """The part `vision_config`, as Qwen3-VL has it. Ming-flash-omni-preview has another kind, which is refused."""
+
+    depth: int = 27
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    num_heads: int = 16
+    in_channels: Literal[3] = 3
+    patch_size: int = 16
+    spatial_merge_size: int = 2
+    temporal_patch_size: int = 2
+    out_hidden_size: int = 3584
+    num_position_embeddings: int = 2304
+    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
+    hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
+    model_type: Literal["qwen3_moe_vit"] = "qwen3_moe_vit"
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % (4 * self.num_heads):
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of 4 * num_heads {self.num_heads}")
+        if math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
+            raise ValueError(f"num_position_embeddings {self.num_position_embeddings} is not a square")
+
+    @property
+    def patch_dim(self) -> int:
+        """Values of one patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def cell(self) -> int:
+        """Pixels that one input of the thinker is wide and high."""
+        return self.patch_size * self.spatial_merge_size
+
+
+class _Llm(msgspec.Struct, frozen=True):
+    hidden_size: int
+
+
+class AudioConfig(msgspec.Struct, frozen=True):
+    """What the audio tower is made of."""
+
+    llm_config: _Llm
+    audio_config: Audio
+    mlp_depth: int = 1
+    """Linear layers of a projector, its convolution among them."""
+
+    @staticmethod
+    def load(folder: Path) -> AudioConfig:
+        """Read `folder/config.json`. Raises WeightsError where it is missing or describes no such tower."""
+        return _read(folder, AudioConfig, "has no audio tower of Ming's")
+
+
+class VisionConfig(msgspec.Struct, frozen=True):
+    """What the vision tower is made of."""
+
+    llm_config: _Llm
+    vision_config: Vision
+    mlp_depth: int = 1
+
+    @staticmethod
+    def load(folder: Path) -> VisionConfig:
+        """Read `folder/config.json`. Raises WeightsError where it is missing or describes no such tower."""
+        return _read(folder, VisionConfig, "has no vision tower of Ming's")
+
+
+class Pixels(msgspec.Struct, frozen=True):
+    """preprocessor_config.json: how large images are shown, and how bright; by default as Ming's processor does."""
+
+    min_pixels: int = 64 * 64
+    max_pixels: int = 1280 * 32 * 32
+    image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+
+    @staticmethod
+    def load(folder: Path) -> Pixels:
+        """Read `folder/preprocessor_config.json`, where there is one. Raises WeightsError where it is broken."""
+        path = folder / "preprocessor_config.json"
+        return read_config(path, Pixels, "says nothing of images") if path.exists() else Pixels()
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -48,6 +239,9 @@ class Qwen2(msgspec.Struct, frozen=True):
     @property
     def shape(self) -> DecoderShape:
         """The same, as the engine's decoders take it."""
+        # Imports torch, so not at the top: a graph is checked and explained without it.
+        from omniflow.engine.decoder import DecoderShape
+
         return DecoderShape(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -103,8 +297,10 @@ class AudioVae(msgspec.Struct, frozen=True):
     def load(folder: Path) -> AudioVae:
         """That of the checkpoint in `folder`, which may also be the AudioVAE's own. Raises WeightsError."""
         folders = Folders.of(folder)
-        part = _read(folders.vae, _WithVae, "no Ming talker's").audio_tokenizer_config
-        return part or _read(folders.vae, AudioVae, f"no AudioVAE's{'' if folders.is_apart else _NOR_APART}")
+        part = _read(folders.vae, _WithVae, "is no Ming talker's").audio_tokenizer_config
+        return part or read_config(
+            folders.vae / "config.json", AudioVae, f"is no AudioVAE's{'' if folders.is_apart else _NOR_APART}"
+        )
 
 
 class Transformer(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,8 +347,11 @@ class Talker(msgspec.Struct, frozen=True):
         """
         folders = Folders.of(folder)
         if not folders.is_apart:
-            return _read(folders.talker, Talker, f"no Ming talker's{_NOR_APART}")
-        own, vae = _read(folders.talker, _FlashTalker, "no Ming talker's"), AudioVae.load(folders.vae)
+            return _read(folders.talker, Talker, f"is no Ming talker's{_NOR_APART}")
+        own, vae = (
+            _read(folders.talker, _FlashTalker, "is no Ming talker's"),
+            AudioVae.load(folders.vae),
+        )
         if vae.dec_kwargs.latent_dim != own.latent_dim:
             raise WeightsError(
                 f"{folders.talker}: the talker's latents have {own.latent_dim} values, and those of its AudioVAE "
@@ -163,7 +362,7 @@ class Talker(msgspec.Struct, frozen=True):
             patch_size=own.patch_size,
             history_patch_size=own.history_patch_size,
         )
-        return Talker(_read(folders.llm, Qwen2, "no Qwen2's"), vae, dit, own.aggregator)
+        return Talker(_read(folders.llm, Qwen2, "is no Qwen2's"), vae, dit, own.aggregator)
 
 
 class _FlashTalker(msgspec.Struct, frozen=True):
@@ -203,8 +402,5 @@ class Folders(msgspec.Struct, frozen=True):
         return Folders(folder, llm, folder / "vae") if llm.is_dir() else Folders(folder, folder, folder)
 
 
-def _read(folder: Path, type: type[T], whose: str) -> T:
-    try:
-        return msgspec.json.decode((folder / "config.json").read_bytes(), type=type)
-    except (OSError, msgspec.DecodeError) as error:
-        raise WeightsError(f"{folder}: config.json is {whose}: {error}") from error
+def _read(folder: Path, type: type[T], lacking: str) -> T:
+    return read_config(folder / "config.json", type, lacking)

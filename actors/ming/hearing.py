@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from actors.encoding import Recent, bounded, digest_of, run_through
+from actors.encoding import Recent, bounded, digest_of, placed, run_through
 from actors.mel import FFT_SIZE, HOP, SAMPLE_RATE_HZ, log_mel, mel_filters
 from actors.stage import ModelStage
 from omniflow.actor import batched
@@ -120,7 +120,6 @@ class MingAudioEncoder(ModelStage):
         import torch
 
         from actors.ming.audio_tower import load_audio_tower
-        from actors.ming.towers_weights import placed
 
         torch.set_num_threads(self._threads)
         tower = load_audio_tower(folder)

@@ -8,9 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from actors.ming.prompt import AUDIO_TOKENS, CLIP_TOKENS, IMAGE_TOKENS, Control, MediaTokens, Vocabulary, laid_out
-from actors.ming.thinker_config import AUDIO, IMAGE, Thinker
-from actors.ming.thinker_places import Grid, places
+from actors.ming.config import AUDIO, IMAGE, Thinker
+from actors.ming.prompt import (
+    AUDIO_TOKENS,
+    CLIP_TOKENS,
+    IMAGE_TOKENS,
+    Control,
+    Grid,
+    MediaTokens,
+    Vocabulary,
+    laid_out,
+    places,
+)
 from actors.prompt_length import PromptLength
 from actors.roles import MergeRole
 from actors.stage import ModelStage

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from actors.ming.towers_config import Pixels, Vision
+from actors.ming.config import Pixels, Vision
 from actors.video import VideoClip
 from omniflow.errors import InvalidInputError
 

@@ -53,8 +53,8 @@ class MingScript:
 
     def __init__(self, folder: Path, normalise: bool = True) -> None:
         # Imports torch, so not at the top: a graph is checked and explained without it.
+        from actors.checkpoint import read_tensors
         from actors.ming.config import Folders, Talker
-        from actors.ming.weights import read_folder
 
         config, folders = Talker.load(folder), Folders.of(folder)
         self._tokenizer = load_tokenizer(folders.llm)
@@ -70,7 +70,7 @@ class MingScript:
         self.latent_dim, self.patch = vae.dec_kwargs.latent_dim, patch
         self._step_s = patch * ratio * vae.dec_kwargs.output_dim / vae.sample_rate
         self._most_steps = vae.dec_kwargs.backbone.max_position_embeddings // ratio // patch
-        self._head = {name: each.float() for name, each in read_folder(folders.talker, ("spk_head.",)).items()}
+        self._head = {name: each.float() for name, each in read_tensors(folders.talker, ("spk_head.",)).items()}
         self._spoken = SpokenText() if normalise else None
 
     def prompt(self, text: str, voice: Voice | None = None, said: str = "") -> Prompt | None:

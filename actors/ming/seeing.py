@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from actors.encoding import Recent, digest_of, run_through
+from actors.encoding import Recent, digest_of, placed, run_through
 from actors.ming.pixels import Shown, show_clip, show_image
 from actors.pictures import quiet_pillow, read_picture
 from actors.stage import ModelStage
@@ -18,7 +18,7 @@ from omniflow.errors import InvalidInputError
 from omniflow.media import ImageFeatures, Images
 
 if TYPE_CHECKING:
-    from actors.ming.towers_config import Pixels
+    from actors.ming.config import Pixels
     from actors.ming.vision_tower import VisionTower
 
 MAX_BATCH = 8
@@ -139,8 +139,7 @@ class MingImageEncoder(ModelStage):
         # Imports torch, so not at the top: a graph is checked and explained without it.
         import torch
 
-        from actors.ming.towers_config import Pixels
-        from actors.ming.towers_weights import placed
+        from actors.ming.config import Pixels
         from actors.ming.vision_tower import load_vision_tower
 
         torch.set_num_threads(self._threads)

@@ -144,16 +144,16 @@ class MingTalker(EngineStage, TalkerRole):
     def _build(self) -> Engine:
         import torch
 
+        from actors.checkpoint import read_tensors
         from actors.ming.config import Folders, Talker
         from actors.ming.talker import load_talker
-        from actors.ming.weights import read_folder
         from omniflow.engine.flow_engine import FlowEngine
         from omniflow.engine.flow_slots import SlottedFlow
         from omniflow.engine.linear import pack_linears
 
         torch.set_num_threads(self._threads)
         folder = self._weights.path()
-        weights = read_folder(Folders.of(folder).talker)
+        weights = read_tensors(Folders.of(folder).talker)
         dtype = torch.float32 if self._dtype == "float32" else torch.bfloat16
         model = load_talker(Talker.load(folder), weights, self._device, dtype)
         limits = {"max_running": self._max_running, "max_waiting": self._max_waiting, "kv_tokens": self._kv_tokens}

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from actors.checkpoint import load
 from actors.ming.config import Talker
 from actors.ming.dit import Aggregator, DitNet
-from actors.ming.qwen2 import KeyValues, Qwen2Decoder, step
-from actors.ming.speaker import SPEAKER_DIM
-from actors.ming.weights import AGGREGATOR, BACKBONE, FLOW, load, part
+from actors.ming.weights import AGGREGATOR, BACKBONE, FLOW, part
+from actors.qwen2 import KeyValues, Qwen2Decoder, step
+from actors.speaker import SPEAKER_DIM
 from omniflow.engine.flow import FlowHead, FlowKnobs, FlowState, FlowStep, time_grid
 from omniflow.errors import ContextLengthError
 
@@ -72,7 +73,7 @@ class TalkerModel(nn.Module):
         if before is not None:
             history = torch.cat([state.history[0], before.to(state.history)])[len(before) :]
             state = FlowState(state.step, history[None])
-        return TalkerStream(KeyValues(self._config), state)
+        return TalkerStream(KeyValues(self._config.windows), state)
 
     @torch.inference_mode()
     def step(

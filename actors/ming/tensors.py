@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from actors.ming.speaker import SPEAKER_DIM
+from actors.speaker import SPEAKER_DIM
 
 Config = Mapping[str, Any]
 Shapes = dict[str, tuple[int, ...]]

@@ -7,6 +7,7 @@ request does not depend on which tokens of others went to the same expert.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from actors.ming.thinker_config import AUDIO, IMAGE, Thinker
+from actors.checkpoint import load, read_tensors
+from actors.ming.config import AUDIO, IMAGE, Thinker
+from actors.ming.weights import thinker_part
 from omniflow.engine.decoder import RMSNorm
+from omniflow.engine.linear import pack_linears
 from omniflow.engine.rows import Span, attend_by_request
 
 
@@ -215,3 +219,14 @@ class ThinkerModel(PreTrainedModel):  # type: ignore[no-untyped-call]
         """Logits [1, len(logits_to_keep), vocab] of those of the inputs [1, n, hidden]."""
         hidden = self.model(inputs_embeds[0], spans)
         return CausalLMOutput(logits=self.lm_head(hidden[logits_to_keep])[None])
+
+
+def load_thinker(folder: Path, device: str = "cpu") -> ThinkerModel:
+    """The thinker in `folder`, in float32; on the CPU its matrices are packed. Raises WeightsError."""
+    model = ThinkerModel(Thinker.load(folder))
+    model.eval()  # type: ignore[no-untyped-call]
+    model.requires_grad_(False)
+    load(model, thinker_part(read_tensors(folder)), "the thinker")
+    model.to(device)
+    pack_linears(model)
+    return model

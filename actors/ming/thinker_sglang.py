@@ -14,7 +14,7 @@ import torch
 # Read by SGLang when it chooses experts: its own kernel, in Triton; FlashInfer's would be compiled on first use.
 os.environ.setdefault("SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK", "1")
 
-from actors.ming.thinker_config import Thinker
+from actors.ming.config import Thinker
 from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.sglang import SGLangEngine, server_settings
 from omniflow.engine.sglang_scheduler import SteppedScheduler, build, register
@@ -42,7 +42,7 @@ def load_sglang_thinker(
 ) -> SGLangEngine:
     """An engine on the thinker of the checkpoint in `folder`; call it in the thread that will call `step`.
 
-    Its requests may have `places` and `kinds` (`thinker_places.places`, TEXT, IMAGE, AUDIO). All else is as in
+    Its requests may have `places` and `kinds` (`actors.ming.prompt.places`, TEXT, IMAGE, AUDIO). All else is as in
     `omniflow.engine.sglang.load_engine`; `dtype` auto is bfloat16 where the checkpoint does not say. Raises
     WeightsError.
     """

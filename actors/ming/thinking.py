@@ -15,7 +15,7 @@ class MingThinker(Thinker):
     reference; it takes the weights in float32, 4 bytes each.
     """
 
-    preload = ("torch", "omniflow.engine.transformers", "actors.ming.thinker_weights")
+    preload = ("torch", "omniflow.engine.transformers", "actors.ming.thinker_model")
 
     def _build(self, folder: Path) -> Engine:
         decode, grammars = self._tokenizer.decode, self._grammars
@@ -34,7 +34,7 @@ class MingThinker(Thinker):
             )
         import torch
 
-        from actors.ming.thinker_weights import load_thinker
+        from actors.ming.thinker_model import load_thinker
         from omniflow.engine.transformers import TransformersEngine
 
         torch.set_num_threads(self._threads)

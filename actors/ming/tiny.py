@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.ming.speaker import SPEAKER_DIM
 from actors.ming.tensors import Shapes, model_shapes, talker_shapes, vae_shapes
+from actors.speaker import SPEAKER_DIM
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

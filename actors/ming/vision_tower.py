@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from actors.attention import attend_apart
+from actors.checkpoint import built, read_tensors
+from actors.ming.config import Pixels, Vision, VisionConfig
 from actors.ming.pixels import Shown
-from actors.ming.towers_config import Pixels, Vision, VisionConfig
-from actors.ming.towers_weights import load_tower
-from actors.ming.weights import read_folder
 
 VISION_PREFIXES = ("vision.", "linear_proj.")
 NORM_EPS = 1e-6
@@ -211,7 +210,6 @@ def unused_weights(sizes: Vision) -> dict[str, tuple[int, ...]]:
 def load_vision_tower(folder: Path) -> VisionTower:
     """The tower of the checkpoint in `folder`, as it is stored, on the CPU. Raises WeightsError."""
     config, pixels = VisionConfig.load(folder), Pixels.load(folder)
-    unused = unused_weights(config.vision_config)
-    return load_tower(
-        lambda: VisionTower(config, pixels), read_folder(folder, VISION_PREFIXES), unused, "the vision tower"
-    )
+    weights, unused = read_tensors(folder, VISION_PREFIXES), unused_weights(config.vision_config)
+    used = {name: each for name, each in weights.items() if name not in unused}
+    return built(lambda: VisionTower(config, pixels), used, "the vision tower")

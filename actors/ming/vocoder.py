@@ -138,14 +138,14 @@ class MingVocoder(ModelStage, VocoderRole):
         # Imports torch, so not at the top: a graph is checked and explained without it.
         import torch
 
+        from actors.checkpoint import read_tensors
         from actors.ming.audio_slots import AudioSlots
         from actors.ming.audio_vae import load_audio_vae
         from actors.ming.config import AudioVae, Folders
-        from actors.ming.weights import read_folder
         from omniflow.engine.linear import pack_linears
 
         torch.set_num_threads(self._threads)
-        weights = read_folder(Folders.of(folder).vae)
+        weights = read_tensors(Folders.of(folder).vae)
         decoder = load_audio_vae(AudioVae.load(folder), weights, self._device)
         if self._device == "cpu":
             pack_linears(decoder)

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from actors.clip import Clip
-from actors.ming.speaker import FILE, SPEAKER_DIM, SpeakerEncoder
-from actors.ming.speaker import SAMPLE_RATE_HZ as SPEAKER_HZ
 from actors.roles import VoiceEncoderRole
+from actors.speaker import FILE, SPEAKER_DIM, SpeakerEncoder
+from actors.speaker import SAMPLE_RATE_HZ as SPEAKER_HZ
 from actors.stage import ModelStage
 from omniflow.actor import NamedVoice
 from omniflow.errors import InvalidInputError, WeightsError
@@ -26,7 +26,7 @@ from omniflow.media import VoiceCode, VoiceSample
 if TYPE_CHECKING:
     import torch
 
-    from actors.ming.audio_vae_encoder import AudioVaeEncoder
+    from actors.ming.audio_vae import AudioVaeEncoder
 
 PREFERRED = "DB30"
 """The voice of Ming-flash-omni itself; where a checkpoint has no such one, its first is the default."""
@@ -83,14 +83,14 @@ class VoiceEncoder:
         # Imports torch, so not at the top: a graph is checked and explained without it.
         import torch
 
-        from actors.ming.audio_vae_encoder import load_audio_vae_encoder
+        from actors.checkpoint import read_tensors
+        from actors.ming.audio_vae import load_audio_vae_encoder
         from actors.ming.config import Folders, Talker
-        from actors.ming.weights import read_folder
 
         torch.set_num_threads(threads)
         config, folders = Talker.load(folder), Folders.of(folder)
         self._device = torch.device(device)
-        weights = read_folder(folders.vae, ("audio.encoder.", "encoder."))
+        weights = read_tensors(folders.vae, ("audio.encoder.", "encoder."))
         self._vae: AudioVaeEncoder = load_audio_vae_encoder(config.audio_tokenizer_config, weights).to(self._device)
         self._step = self._vae.samples_per_latent * config.ditar_config.patch_size
         # As the programs of the two kinds of checkpoints do it.
@@ -196,7 +196,7 @@ class MingVoiceEncoder(ModelStage, VoiceEncoderRole):
     The same recording gives the same voice.
     """
 
-    preload = ("torch", "actors.ming.audio_vae_encoder", "onnxruntime", "kaldi_native_fbank", "soundfile", "soxr")
+    preload = ("torch", "actors.ming.audio_vae", "onnxruntime", "kaldi_native_fbank", "soundfile", "soxr")
 
     def __init__(
         self, *, model: str, device: str = "cpu", threads: int = 1, least_s: float = 1.0, most_s: float = 30.0

@@ -1,20 +1,17 @@
-"""Weights by the names that Ming's checkpoints use: found in any number of files, renamed, and loaded to the last one.
+"""Weights by the names that Ming's checkpoints use, as our modules name them.
 
 Two layouts exist. In Ming-omni-tts all parts are in one folder (`model.model.`, `flowloss.cfm.model.`,
 `linear_proj_audio.`, `audio.`). The talker's folder of Ming-flash-omni has `model.`, `cfm.model.` and `aggregator.`,
-and its AudioVAE a folder of its own (`actors.ming.config.Folders`).
+and its AudioVAE a folder of its own (`actors.ming.config.Folders`). Its thinker is under an outer `model.`, beside the
+towers (`vision.`, `audio.`, `linear_proj.`, `linear_proj_audio.`), whose modules are called as the checkpoint calls
+them.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 
-import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from omniflow.errors import WeightsError
 
@@ -30,46 +27,15 @@ _FUSED = (
 )
 _COMPUTED = ("rotary_emb.inv_freq", "rotary_embed.inv_freq", "istft.window")
 """Buffers that the sizes tell."""
-
-
-def read_folder(folder: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, torch.Tensor]:
-    """The tensors of the safetensors files in `folder` whose names begin with one of `prefixes`, as they are stored.
-
-    Raises WeightsError where a file is broken, or one is missing that an index of the others names.
-    """
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise WeightsError(f"{folder} has no *.safetensors")
-    missing = sorted(_indexed(folder / "model.safetensors.index.json") - {path.name for path in paths})
-    if missing:
-        others = f" and {len(missing) - 1} others" if missing[1:] else ""
-        raise WeightsError(f"{folder} lacks {missing[0]}{others}, which its index names; fetch the checkpoint again")
-    found: dict[str, torch.Tensor] = {}
-    for path in paths:
-        try:
-            found |= _read_file(path, prefixes)
-        except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{path} is broken, or not whole ({error}); fetch it again") from error
-    return found
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
-def _indexed(path: Path) -> set[str]:
-    """The files that the index at `path` names; none where there is no index."""
-    try:
-        return set(msgspec.json.decode(path.read_bytes(), type=_Index).weight_map.values())
-    except FileNotFoundError:
-        return set()
-    except (OSError, msgspec.DecodeError) as error:
-        raise WeightsError(f"{path} is no index of weights: {error}") from error
-
-
-def _read_file(path: Path, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys() if name.startswith(prefixes)}
+_RENAMED = {
+    ".mlp.gate.weight": ".mlp.gate.scores.weight",
+    ".mlp.image_gate.weight": ".mlp.image_gate.scores.weight",
+    ".mlp.audio_gate.weight": ".mlp.audio_gate.scores.weight",
+    # Ming-flash-omni-2.0 calls them so; in Ling-V2, the same decoder, they are `query_layernorm` and `key_layernorm`.
+    ".attention.q_norm.weight": ".attention.query_layernorm.weight",
+    ".attention.k_norm.weight": ".attention.key_layernorm.weight",
+}
+"""Ends of names in checkpoints, and what they are in `ThinkerModel`."""
 
 
 def part(weights: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -96,14 +62,11 @@ def part(weights: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> dict
     return found
 
 
-def load(module: nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:
-    """Copy `weights` into `module`, every one of both. Raises WeightsError that names what is missing or too many."""
-    try:
-        module.load_state_dict(weights)
-    except RuntimeError as error:
-        raise misfit(what, error) from error
+def thinker_part(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a `ThinkerModel`, out of those of all parts."""
+    return {_renamed(name): tensor for name, tensor in part(weights, ("model.",)).items()}
 
 
-def misfit(what: str, error: RuntimeError) -> WeightsError:
-    """Of what torch says of weights that do not fit, the begin: a large model has thousands of names."""
-    return WeightsError(f"the weights of {what} do not fit: {textwrap.shorten(str(error), 600, placeholder=' ...')}")
+def _renamed(name: str) -> str:
+    end = next((end for end in _RENAMED if name.endswith(end)), None)
+    return name if end is None else name.removesuffix(end) + _RENAMED[end]

@@ -21,11 +21,11 @@ import anyio
 import numpy as np
 import torch
 
+from actors.checkpoint import read_tensors
 from actors.ming.audio_slots import AudioSlots
 from actors.ming.audio_vae import load_audio_vae
 from actors.ming.config import AudioVae, Talker
 from actors.ming.talker import TalkerModel, load_talker
-from actors.ming.weights import read_folder
 from bench.gpu.ming_graph import TEXTS, speech, write_talker
 from omniflow import Runtime, plan
 from omniflow.cli.machine import this_machine
@@ -82,7 +82,7 @@ def plain_kernels(plain: bool) -> None:
 
 
 def talker_of(folder: Path, dtype: str) -> TalkerModel:
-    return load_talker(Talker.load(folder), read_folder(folder), DEVICE, DTYPES[dtype])
+    return load_talker(Talker.load(folder), read_tensors(folder), DEVICE, DTYPES[dtype])
 
 
 class Steps:
@@ -210,7 +210,7 @@ def measure_check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
         runner = SlottedFlow(model, slots=slots, positions=512)
         return FlowEngine(runner, guidance=2.0, sigma=0.25, max_running=slots, kv_tokens=512 * slots)
 
-    tiny_weights = {name: each for name, each in read_folder(tiny).items() if not name.startswith("stop_head")}
+    tiny_weights = {name: each for name, each in read_tensors(tiny).items() if not name.startswith("stop_head")}
     tiny_weights |= {"stop_head.weight": torch.zeros(2, 32), "stop_head.bias": torch.tensor([30.0, 0.0])}
     config = Talker.load(tiny)
     plain = load_talker(config, tiny_weights)
@@ -246,7 +246,7 @@ def measure_check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def measure_vae(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    config, weights = AudioVae.load(folder / "vae"), read_folder(folder / "vae")
+    config, weights = AudioVae.load(folder / "vae"), read_tensors(folder / "vae")
     latents = np.random.default_rng(0).standard_normal((80, 64), np.float32)
     found: dict[str, Any] = {}
     plain = load_audio_vae(config, weights, DEVICE)

@@ -35,11 +35,11 @@ from PIL import Image
 from actors.attention import attend_apart
 from actors.encoding import bounded
 from actors.ming import hearing, seeing
+from actors.ming.config import Vision, Whisper
 from actors.ming.hearing import MingAudioEncoder
 from actors.ming.pixels import Shown, clip_size, cut, frames_to_see, show_clip, show_image
 from actors.ming.seeing import MingImageEncoder
 from actors.ming.tiny import write_checkpoint
-from actors.ming.towers_config import Vision, Whisper
 from actors.pictures import read_picture
 from actors.video import VideoClip
 from bench.gpu.ming import profile, timed

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from actors.detokenize import Detokenize
+from actors.ming.config import Audio, Vision
 from actors.ming.hearing import MingAudioEncoder
 from actors.ming.merging import MingMerge
 from actors.ming.seeing import MingImageEncoder
@@ -27,7 +28,6 @@ from actors.ming.speaking import MingTalker
 from actors.ming.tensors import model_shapes
 from actors.ming.thinking import MingThinker
 from actors.ming.tiny import THINKER_CONTROLS, tokenizer_of
-from actors.ming.towers_config import Audio, Vision
 from actors.ming.vocoder import MingVocoder
 from actors.preprocess import Preprocess
 from actors.segmenter import Segmenter

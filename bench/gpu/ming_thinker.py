@@ -21,8 +21,8 @@ import msgspec
 import multiprocess
 import torch
 
-from actors.ming.thinker_config import AUDIO, IMAGE, Thinker
-from actors.ming.thinker_places import Grid, places
+from actors.ming.config import AUDIO, IMAGE, Thinker
+from actors.ming.prompt import Grid, places
 from bench.gpu.engine import copy_bandwidth, machine, prompts
 from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.group import follow, lead

@@ -27,8 +27,8 @@ from sglang.srt.models.utils import apply_qk_norm
 from sglang.srt.runtime_context import get_exec, get_parallel
 from torch import nn
 
+from actors.ming.config import AUDIO, IMAGE, Thinker
 from actors.ming.sglang_model.loading import load_checkpoint
-from actors.ming.thinker_config import AUDIO, IMAGE, Thinker
 from omniflow.engine.sglang_models.placed import PlacedModel
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from actors.checkpoint import read_tensors
 from actors.ming.config import Talker
-from actors.ming.weights import read_folder
 
 FIXTURES = Path(__file__).with_name("fixtures")
 CHECKPOINT = FIXTURES / "tiny_ming"
@@ -18,7 +18,7 @@ CONFIG = Talker.load(CHECKPOINT)
 
 @functools.cache
 def weights() -> dict[str, torch.Tensor]:
-    return read_folder(CHECKPOINT)
+    return read_tensors(CHECKPOINT)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from actors.ming.audio_vae_encoder import AudioVaeEncoder, load_audio_vae_encoder
+from actors.ming.audio_vae import AudioVaeEncoder, load_audio_vae_encoder
 from omniflow.errors import ContextLengthError, WeightsError
 from tests.actors.ming.reference import CONFIG, apart, voice, weights
 

@@ -15,20 +15,16 @@ from typing import Any
 import msgspec
 import torch
 
+from actors.checkpoint import built, load
 from actors.ming.audio_tower import AUDIO_PREFIXES, AudioTower
-from actors.ming.audio_vae import AudioVaeDecoder
-from actors.ming.audio_vae_encoder import AudioVaeEncoder
-from actors.ming.config import AudioVae, Talker
+from actors.ming.audio_vae import AudioVaeDecoder, AudioVaeEncoder
+from actors.ming.config import AudioConfig, AudioVae, Pixels, Talker, Thinker, VisionConfig
 from actors.ming.talker import TalkerModel
 from actors.ming.tensors import Shapes, model_shapes, talker_shapes, vae_shapes
-from actors.ming.thinker_config import Thinker
 from actors.ming.thinker_model import ThinkerModel
-from actors.ming.thinker_weights import thinker_part
 from actors.ming.tiny import TALKER, VAE, write_checkpoint
-from actors.ming.towers_config import AudioConfig, Pixels, VisionConfig
-from actors.ming.towers_weights import load_tower
 from actors.ming.vision_tower import VISION_PREFIXES, VisionTower, unused_weights
-from actors.ming.weights import load
+from actors.ming.weights import thinker_part
 from omniflow.errors import WeightsError
 
 Weights = dict[str, torch.Tensor]
@@ -95,12 +91,18 @@ def thinker(root: dict[str, Any]) -> Take:
 def vision(root: dict[str, Any]) -> Take:
     sizes = msgspec.convert(root, VisionConfig)
     unused = unused_weights(sizes.vision_config)
-    return lambda weights: discard(load_tower(lambda: VisionTower(sizes, Pixels()), weights, unused, "vision"))
+    return lambda weights: discard(
+        built(
+            lambda: VisionTower(sizes, Pixels()),
+            {name: each for name, each in weights.items() if name not in unused},
+            "vision",
+        )
+    )
 
 
 def audio(root: dict[str, Any]) -> Take:
     sizes = msgspec.convert(root, AudioConfig)
-    return lambda weights: discard(load_tower(lambda: AudioTower(sizes), weights, (), "hearing"))
+    return lambda weights: discard(built(lambda: AudioTower(sizes), weights, "hearing"))
 
 
 def discard(_tower: torch.nn.Module) -> None: ...

@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from actors.ming.config import AUDIO, IMAGE, TEXT
 from actors.ming.merging import MingMerge
-from actors.ming.thinker_config import AUDIO, IMAGE, TEXT
-from actors.ming.thinker_places import Grid
+from actors.ming.prompt import Grid
 from actors.prompt_length import RESERVED_TOKENS
 from omniflow.errors import ContextLengthError, ProtocolError, UnsupportedError, WeightsError
 from omniflow.media import AudioFeatures, ImageFeatures, Prompt, PromptMessage, TokenPrompt, Tool
-from tests.actors.ming.test_thinker_places import by_definition
+from tests.actors.ming.test_prompt import by_definition
 from tests.actors.ming.thinker_folder import CONFIG, HIDDEN, byte_tokenizer, write_thinker
 from tests.doubles import context
 

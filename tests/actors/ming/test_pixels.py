@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
+from actors.ming.config import Pixels, Vision
 from actors.ming.pixels import Shown, clip_size, cut, fitting, frames_to_see, show_clip, show_image
-from actors.ming.towers_config import Pixels, Vision
 from actors.video import VideoClip
 from omniflow.errors import InvalidInputError
 from tests.actors.test_pictures import scene

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from actors.ming import seeing
+from actors.ming.config import Pixels
 from actors.ming.pixels import Shown, show_clip, show_image
 from actors.ming.seeing import MingImageEncoder
-from actors.ming.towers_config import Pixels
 from actors.ming.vision_tower import VisionTower, load_vision_tower
 from actors.video import VideoClip
 from omniflow.errors import InvalidInputError

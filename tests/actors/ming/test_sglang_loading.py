@@ -7,8 +7,8 @@ from collections import Counter
 import msgspec
 import pytest
 
+from actors.ming.config import Thinker
 from actors.ming.sglang_model.loading import Place, pieces, place_of
-from actors.ming.thinker_config import Thinker
 from tests.actors.ming.test_index import config, index
 
 

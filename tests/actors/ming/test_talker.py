@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.checkpoint import load, read_tensors
 from actors.ming.audio_vae import load_audio_vae
 from actors.ming.config import Talker
-from actors.ming.qwen2 import step
 from actors.ming.talker import TalkerModel, TalkerStream, load_talker
-from actors.ming.weights import load, part, read_folder
+from actors.ming.weights import part
+from actors.qwen2 import step
 from omniflow.engine.flow import FlowKnobs, FlowStep
 from omniflow.engine.linear import pack_linears
 from omniflow.errors import ContextLengthError, WeightsError
@@ -133,15 +134,15 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="config.json is no Ming talker's, and there is no talker/config.json"):
         Talker.load(tmp_path)
     with pytest.raises(WeightsError, match=r"has no \*\.safetensors"):
-        read_folder(tmp_path)
+        read_tensors(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((CHECKPOINT / "model-00001-of-00002.safetensors").read_bytes()[:1000])
     with pytest.raises(WeightsError, match=r"\.safetensors is broken, or not whole"):
-        read_folder(tmp_path)
+        read_tensors(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "model.safetensors", "b": "other-1.safetensors", "c": "other-2.safetensors"}})
     )
     with pytest.raises(WeightsError, match="lacks other-1.safetensors and 1 others, which its index names"):
-        read_folder(tmp_path)
+        read_tensors(tmp_path)
 
 
 def test_what_does_not_fit_is_named_in_few_words() -> None:

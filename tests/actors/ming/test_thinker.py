@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from actors.ming.thinker_config import AUDIO, IMAGE, TEXT, Thinker
-from actors.ming.thinker_model import Experts, Gate, Rope, ThinkerModel
-from actors.ming.thinker_weights import load_thinker, thinker_part
-from actors.ming.weights import load
+from actors.checkpoint import load
+from actors.ming.config import AUDIO, IMAGE, TEXT, Thinker
+from actors.ming.thinker_model import Experts, Gate, Rope, ThinkerModel, load_thinker
+from actors.ming.weights import thinker_part
 from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.linear import pack_linears
 from omniflow.engine.rows import Row, Span

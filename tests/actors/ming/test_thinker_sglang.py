@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.ming.thinker_config import AUDIO, IMAGE, Thinker
-from actors.ming.thinker_places import Grid, places
-from actors.ming.thinker_weights import load_thinker
+from actors.ming.config import AUDIO, IMAGE, Thinker
+from actors.ming.prompt import Grid, places
+from actors.ming.thinker_model import load_thinker
 from omniflow.engine.base import EngineOutput, EngineRequest, Sampling
 from omniflow.engine.transformers import TransformersEngine
 from omniflow.errors import ProtocolError, WeightsError

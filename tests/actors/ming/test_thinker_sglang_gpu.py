@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from actors.ming.thinker_config import AUDIO, IMAGE
-from actors.ming.thinker_places import Grid, places
-from actors.ming.thinker_weights import load_thinker
+from actors.ming.config import AUDIO, IMAGE
+from actors.ming.prompt import Grid, places
+from actors.ming.thinker_model import load_thinker
 from omniflow.engine.base import EngineOutput, EngineRequest, Sampling
 from omniflow.engine.transformers import TransformersEngine
 from tests.actors.ming.thinker_folder import write_thinker

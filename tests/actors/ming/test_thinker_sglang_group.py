@@ -11,7 +11,7 @@ import multiprocess
 import pytest
 import torch
 
-from actors.ming.thinker_weights import load_thinker
+from actors.ming.thinker_model import load_thinker
 from omniflow.engine.group import lead
 from omniflow.engine.ranks import Ranks
 from omniflow.engine.transformers import TransformersEngine

@@ -15,10 +15,9 @@ import soundfile
 import torch
 
 from actors.detokenize import Detokenize
+from actors.ming.config import AUDIO, IMAGE
 from actors.ming.merging import MingMerge
-from actors.ming.thinker_config import AUDIO, IMAGE
-from actors.ming.thinker_model import ThinkerModel
-from actors.ming.thinker_weights import load_thinker
+from actors.ming.thinker_model import ThinkerModel, load_thinker
 from actors.ming.thinking import MingThinker
 from actors.preprocess import Preprocess
 from omniflow.engine.base import EngineRequest, Sampling

@@ -16,12 +16,12 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from actors.attention import attend_apart
+from actors.encoding import placed
 from actors.ming.audio_tower import AudioTower
+from actors.ming.config import AudioConfig, Pixels, VisionConfig
 from actors.ming.hearing import MingAudioEncoder
 from actors.ming.pixels import Shown
 from actors.ming.seeing import MingImageEncoder
-from actors.ming.towers_config import AudioConfig, Pixels, VisionConfig
-from actors.ming.towers_weights import placed
 from actors.ming.vision_tower import VisionTower
 from omniflow.media import Images, Waveforms
 from tests.actors.ming.towers import random_tower

@@ -11,11 +11,11 @@ import soundfile
 import soxr
 import torch
 
-from actors.ming.audio_vae_encoder import load_audio_vae_encoder
+from actors.ming.audio_vae import load_audio_vae_encoder
 from actors.ming.script import AFTER, BEFORE, SPEAKER, MingScript
-from actors.ming.speaker import SpeakerEncoder
 from actors.ming.speaking import MingTalker
 from actors.ming.voices import MingVoiceEncoder, Voice, VoiceEncoder, decode_voice, listed_voices, load_voice
+from actors.speaker import SpeakerEncoder
 from omniflow.engine.flow import flow_noise
 from omniflow.errors import InvalidInputError, WeightsError
 from omniflow.media import Latents, Segment, VoiceSample

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from actors.ming.config import Thinker
 from actors.ming.prompt import CONTROLS
-from actors.ming.thinker_config import Thinker
 from actors.ming.thinker_model import ThinkerModel
 
 SPECIAL = ["<|endoftext|>", "<tool_call>", *(control.content for control in CONTROLS)]

@@ -14,7 +14,7 @@ from transformers import WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from actors.ming.audio_tower import AudioTower
-from actors.ming.towers_config import AudioConfig, Pixels, VisionConfig
+from actors.ming.config import AudioConfig, Pixels, VisionConfig
 from actors.ming.vision_tower import VisionTower, unused_weights
 
 HIDDEN = 48

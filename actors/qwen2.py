@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from actors.ming.config import Qwen2
 from omniflow.engine.decoder import Attend, Decoder, DecoderShape, RMSNorm, attend_last
 from omniflow.engine.fused import gated, turn_halves
 
@@ -67,17 +66,17 @@ class Qwen2Decoder(Decoder):
 
 
 class KeyValues:
-    """What one stream through a `Qwen2Decoder` has seen.
+    """What one stream through a `Qwen2Decoder` has seen; `windows` says how much each layer sees (None: all).
 
     A layer that sees all keeps all; one with a window keeps no more than the window. `length` is that of the stream.
     """
 
-    def __init__(self, config: Qwen2) -> None:
+    def __init__(self, windows: Sequence[int | None]) -> None:
         self.length = 0
-        self._windows = config.windows
-        self._stored: list[torch.Tensor | None] = [None] * config.num_hidden_layers
+        self._windows = windows
+        self._stored: list[torch.Tensor | None] = [None] * len(windows)
         """Each [2, kv_heads, capacity, dim], of which the first positions are filled."""
-        self._filled = [0] * config.num_hidden_layers
+        self._filled = [0] * len(windows)
 
     @property
     def num_stored(self) -> int:

@@ -1,4 +1,4 @@
-"""Who speaks: CAM++'s embedding of a voice, from the `campplus.onnx` of a Ming checkpoint."""
+"""Who speaks: CAM++'s embedding of a voice, from the `campplus.onnx` of a checkpoint."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.ming.speaker import SpeakerEncoder, voice_features
+from actors.speaker import SpeakerEncoder, voice_features
 from omniflow.errors import WeightsError
 from tests.actors.ming.reference import voice
 from tests.actors.ming.tiny import write_campplus
