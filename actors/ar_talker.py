@@ -35,7 +35,7 @@ SLOWEST, FASTEST = 0.5, 2.0
 FIRST_STEPS = 7
 """Steps in the first message of a request: 28 frames of a model that makes 4 a step, of which a vocoder makes sound."""
 MOST_STEPS = 16
-"""Steps in the third and all later ones."""
+"""Steps in the later messages of an utterance."""
 
 
 EngineName = Literal["reference", "sglang"]
@@ -225,10 +225,10 @@ class _Utterance:
         self.outputs = outputs
         self._script, self._line, self._speed = script, line, speed
         # The first steps of all are sent at once: to keep some back would cost their time. What is kept back depends
-        # on nothing but the utterance: the same seed gives the same frames.
-        self._sizes = itertools.chain(
-            (FIRST_STEPS, MOST_STEPS // 2) if line.is_first else (), itertools.repeat(MOST_STEPS)
-        )
+        # on nothing but the utterance: the same seed gives the same frames. Each utterance begins with a half message,
+        # because the one before it may be heard to its end by then.
+        first = (FIRST_STEPS,) if line.is_first else ()
+        self._sizes = itertools.chain((*first, MOST_STEPS // 2), itertools.repeat(MOST_STEPS))
         self._size, self._kept_back = next(self._sizes), 0 if line.is_first else line.prompt.dropped_steps
         self._held: list[np.ndarray] = []
         self._num_frames = 0

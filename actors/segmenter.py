@@ -23,17 +23,25 @@ class Segmenter(SegmenterRole):
 
     Where text comes slowly, a segment ends with the words that are here: the first `first_wait_s` after its first text,
     later ones `lead_s` (what the talker needs) before the speech so far is over, so that the player does not run dry.
+    When that is goes by `letters_per_s`, how fast the voice speaks: too few, and the player runs dry.
     """
 
     timed = True
 
     def __init__(
-        self, *, first_size: int = 24, max_size: int = 200, first_wait_s: float = 0.35, lead_s: float = 0.5
+        self,
+        *,
+        first_size: int = 24,
+        max_size: int = 200,
+        first_wait_s: float = 0.35,
+        lead_s: float = 0.5,
+        letters_per_s: float = LETTERS_PER_S,
     ) -> None:
         self._first_size = first_size
         self._max_size = max_size
         self._first_wait_s = first_wait_s
         self._lead_s = lead_s
+        self._letters_per_s = letters_per_s
 
     async def setup(self) -> None:
         # Imports `regex`, so not at the top: a graph is checked and explained without it.
@@ -43,7 +51,7 @@ class Segmenter(SegmenterRole):
         self._size_of = cutting.size_of
 
     async def run(self, text: Stream[TextDelta], emit: Emit[Segment], ctx: Context) -> None:
-        letters_per_s = LETTERS_PER_S * max(0.1, ctx.options.speed)  # the talker refuses what is out of range
+        letters_per_s = self._letters_per_s * max(0.1, ctx.options.speed)  # the talker refuses what is out of range
         pace = _Pace(self._first_wait_s, self._lead_s, letters_per_s)
         buffer, index, late, ended = "", 0, False, False
         while not ended:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,8 @@ from omniflow.errors import ProtocolError
 from omniflow.media import AudioChunk, Latents
 
 FIRST_FRAMES, MOST_FRAMES = 16, 64
-"""Frames in the first chunk of a reply (186 ms of sound) and, by doubling, in the later ones (743 ms)."""
+"""Frames in the first chunk of a reply (186 ms of sound) and in the later ones (743 ms). The second of a reply, and the
+first of each later segment, for which a player may be waiting, are half of that."""
 
 
 class PiperDecoder(WindowedDecoder):
@@ -61,8 +61,7 @@ class PiperVocoder(ModelStage):
         """See the class. A step keeps a core busy for at most 75 ms, so that first chunks of others get their turn."""
         decoder, out_hz = self._decoder, self._sample_rate_hz
         resampler = soxr.ResampleStream(decoder.sample_rate_hz, out_hz, decoder.channels, dtype="float32")
-        sizes = itertools.chain((FIRST_FRAMES + decoder.holdback, 2 * FIRST_FRAMES), itertools.repeat(MOST_FRAMES))
-        size = next(sizes)
+        size, following = FIRST_FRAMES + decoder.holdback, MOST_FRAMES // 2
         state = decoder.init()
         waiting = np.zeros((0, decoder.num_features), np.float32)
         is_whole = True
@@ -75,9 +74,9 @@ class PiperVocoder(ModelStage):
                 samples = await self.offload(_sound, decoder, state, frames, last, resampler)
                 if len(samples):
                     await emit.send(AudioChunk(samples, out_hz, decoder.channels))
-                size = next(sizes)
+                size, following = following, MOST_FRAMES
                 if last:
-                    state = decoder.init()
+                    size, state = MOST_FRAMES // 2, decoder.init()
                     break
         if not is_whole:
             raise ProtocolError("the frames ended amid a segment: its last `Latents` is not marked as such")

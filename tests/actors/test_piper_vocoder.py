@@ -141,6 +141,14 @@ async def test_segments_follow_without_a_seam(vocoder: PiperVocoder) -> None:
     assert np.abs(got - whole).max() <= 2e-5
 
 
+async def test_each_segment_begins_with_a_small_chunk(vocoder: PiperVocoder) -> None:
+    """A player may be waiting for it. The resampler keeps 1 to 4 frames, the decoder 10 until it has all."""
+    parts = [*latents(speech()[:180]), *latents(speech()[:180], segment=1)]
+    chunks = await sound(vocoder, parts)
+    frames = [chunk.duration_s * 22050 / SAMPLES_PER_FRAME for chunk in chunks]
+    assert frames == pytest.approx([12, 32, 64, 68, *(22, 64, 64, 30, 4)], abs=4)
+
+
 async def test_requests_at_once_do_not_disturb_each_other(vocoder: PiperVocoder) -> None:
     alone = [joined(await sound(vocoder, latents(speech(seed), 32, 64))) for seed in (0, 1)]
     together: dict[int, np.ndarray] = {}

@@ -82,10 +82,11 @@ async def test_a_limit_that_finds_no_whole_words_waits_for_them() -> None:
     assert texts_of(emit) == ["International ", "law is"]
 
 
-async def test_slow_text_is_cut_before_the_player_runs_dry() -> None:
+@pytest.mark.parametrize(("speed", "letters_per_s"), [(100 / LETTERS_PER_S, LETTERS_PER_S), (1.0, 100.0), (2.0, 50.0)])
+async def test_slow_text_is_cut_before_the_player_runs_dry(speed: float, letters_per_s: float) -> None:
     """A word of 7 letters each 20 ms, spoken at 100 letters/s: without the limit the second piece is 144 letters."""
     items = [item for number in range(14) for item in (TextDelta(f"word{number:02} "), Pause(0.02))]
-    emit = await segment(items, speed=100 / LETTERS_PER_S, first_wait_s=0.03, lead_s=0.02)
+    emit = await segment(items, speed=speed, first_wait_s=0.03, lead_s=0.02, letters_per_s=letters_per_s)
     assert len(emit.items) > 2
     spoken_until_s = emit.times_s[0] + 0.02
     for piece, time_s in zip(texts_of(emit), emit.times_s, strict=True):

@@ -220,6 +220,9 @@ async def test_segments_become_latents_in_order_and_end(talker: TinyTalker) -> N
         assert item.frames.flags.c_contiguous
         assert item.frames.shape[1] == NUM_CHANNELS
         assert len(item.frames) <= FRAMES_PER_STEP * (MOST_STEPS + DROPPED_STEPS) + SENTENCE_PAUSE
+    for first, size in ((items[0], FIRST_STEPS), (items[1], MOST_STEPS // 2), (items[2], MOST_STEPS)):
+        assert len(first.frames) == FRAMES_PER_STEP * size
+    assert len(next(item.frames for item in items if item.segment == 1)) == FRAMES_PER_STEP * MOST_STEPS // 2
     assert len(items[0].frames) == FRAMES_PER_STEP * FIRST_STEPS >= FIRST_FRAMES + PiperDecoder.holdback
 
 
