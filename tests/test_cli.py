@@ -742,7 +742,7 @@ def test_doctor_knows_which_sglang_fits(monkeypatch: pytest.MonkeyPatch, version
 
 
 def test_doctor_and_the_engine_mean_the_same_sglang() -> None:
-    source = (ROOT / "omniflow/engine/sglang_scheduler.py").read_text()
+    source = (ROOT / "omniflow/engine/sglang_start.py").read_text()
     assert f"VERSIONS = {doctor.SGLANG_VERSIONS}".replace("'", '"') in source
 
 

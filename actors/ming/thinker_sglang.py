@@ -6,55 +6,30 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-import torch
 
 # Read by SGLang when it chooses experts: its own kernel, in Triton; FlashInfer's would be compiled on first use.
 os.environ.setdefault("SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK", "1")
 
 from actors.ming.config import Thinker
-from omniflow.engine.ranks import ALONE, Ranks
-from omniflow.engine.sglang import SGLangEngine, server_settings
-from omniflow.engine.sglang_scheduler import SteppedScheduler, build, register
-from omniflow.engine.stops import Decode
+from omniflow.engine.sglang import SGLangEngine, load_engine
+from omniflow.engine.sglang_start import register
 from omniflow.errors import StartError
 
-if TYPE_CHECKING:
-    from omniflow.engine.grammar import Grammars
 
-
-def load_sglang_thinker(
-    folder: Path,
-    *,
-    decode: Decode | None = None,
-    grammars: Grammars | None = None,
-    device: str = "gpu",
-    threads: int = 1,
-    max_running: int = 8,
-    max_waiting: int = 64,
-    kv_tokens: int = 16384,
-    dtype: str = "auto",
-    deterministic: bool = False,
-    ranks: Ranks = ALONE,
-    **more: Any,
-) -> SGLangEngine:
+def load_sglang_thinker(folder: Path, *, max_running: int = 8, **settings: Any) -> SGLangEngine:
     """An engine on the thinker of the checkpoint in `folder`; call it in the thread that will call `step`.
 
-    Its requests may have `places` and `kinds` (`actors.ming.prompt.places`, TEXT, IMAGE, AUDIO). All else is as in
-    `omniflow.engine.sglang.load_engine`; `dtype` auto is bfloat16 where the checkpoint does not say. Raises
+    Its requests may have `places` and `kinds` (`actors.ming.prompt.places`, TEXT, IMAGE, AUDIO). `settings` are those
+    of `omniflow.engine.sglang.load_engine`; `dtype` auto is bfloat16 where the checkpoint does not say. Raises
     WeightsError.
     """
-    torch.set_num_threads(threads)
     register("actors.ming.sglang_model")
-    settings = server_settings(device, max_running, kv_tokens, deterministic) | {"dtype": dtype}
     with tempfile.TemporaryDirectory() as shown:
         show_thinker(folder, Path(shown), max_running + 1)
-        scheduler = build(SteppedScheduler, settings | {"model_path": shown} | more, ranks)
-    return SGLangEngine(
-        scheduler, decode=decode, grammars=grammars, max_waiting=max_waiting, deterministic=deterministic
-    )
+        return load_engine(Path(shown), max_running=max_running, **settings)
 
 
 def show_thinker(folder: Path, shown: Path, num_rows: int) -> None:

@@ -84,9 +84,9 @@ def summary(first_s: list[float], total_s: float, count: int, tokens: int) -> di
 
 def bare_round(scheduler: Any, asked: list[list[int]], tokens: int) -> dict[str, float]:
     """SGLang's loop: its scheduler, its streamer, messages into a list."""
-    from omniflow.engine.sglang_scheduler import Way, submit
+    from omniflow.engine.sglang_requests import Way, submit
 
-    way = Way(tokens, 0.0, 1.0, -1, set(), 0.0, 0.0, None, None)
+    way = Way(tokens)
     first: dict[str, float] = {}
     begin = time.perf_counter()
     for number, ids in enumerate(asked):
@@ -308,7 +308,7 @@ def sglang(arguments: argparse.Namespace) -> dict[str, Any]:
 
     results: dict[str, Any] = {}
     for size in arguments.sizes:
-        from omniflow.engine.sglang import graph_sizes
+        from omniflow.engine.sglang_settings import graph_sizes
 
         with tempfile.TemporaryDirectory() as folder:
             engine = sgl.Engine(

@@ -35,7 +35,7 @@ _FILES_OF_OURS = 256
 """Sockets, memfds and libraries of a large graph; the rest of `ulimit -n` is for connections."""
 _FEW_CONNECTIONS = 512
 SGLANG_VERSIONS = ("0.5.17", "0.5.23")
-"""As omniflow/engine/sglang_scheduler.py has them, which imports SGLang."""
+"""As omniflow/engine/sglang_start.py has them, which imports SGLang."""
 
 
 class Finding(msgspec.Struct, frozen=True):

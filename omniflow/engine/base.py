@@ -27,9 +27,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     With a `seed` a request draws the same tokens alone and in any batch.
 
-    `logit_bias` (token, what is added to its logit) and the penalties change the logits before the temperature does:
-    a token that was generated n times loses n * `frequency_penalty`, and `presence_penalty` once. With `top_logprobs`
-    n, outputs have `logprobs`, each with the n likeliest tokens in its place.
+    The penalties, then `logit_bias` (token, what is added to its logit), change the logits before the temperature does.
+    A token that was generated n times loses n * `frequency_penalty`, and `presence_penalty` once. What is then above 0
+    is divided by `repetition_penalty`, what is below 0 is multiplied by it, where the token was generated or stands in
+    the prompt; 1 leaves all as it is. With `top_logprobs` n, outputs have `logprobs`, each with the n likeliest tokens
+    in its place.
     """
 
     temperature: float = 0.0
@@ -40,6 +42,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: frozenset[int] = frozenset()
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int | None = None
 

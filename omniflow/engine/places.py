@@ -31,3 +31,7 @@ class Places:
         """True where all is of the kind 0 and at its own position: a text needs no more than its tokens."""
         length = self._places.shape[1]
         return not self._kinds.any() and bool((self._places == torch.arange(length)).all())
+
+
+PLAIN = Places(None, None)
+"""Of a text: each token at its own position."""

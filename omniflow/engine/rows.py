@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 
 from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.places import Places
-from omniflow.engine.sampling import Sampler
+from omniflow.engine.sampling import Sampler, tokens_of
 
 if TYPE_CHECKING:
     from omniflow.engine.grammar import Matcher
@@ -73,7 +73,7 @@ class Row:
         self.asks_hidden = request.hidden
         self._hidden: list[torch.Tensor] = []
         """Hidden states that are computed and not told: [n, hidden] each."""
-        self._sampler = Sampler(request.sampling)
+        self._sampler = Sampler(request.sampling, tokens_of(request))
         self._matcher = matcher
         self._ends = torch.tensor(sorted(request.sampling.stop_token_ids), dtype=torch.long)
 

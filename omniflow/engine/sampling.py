@@ -7,10 +7,11 @@ unless it is greedy: what other requests do in the same step cannot change it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 
-from omniflow.engine.base import Sampling
+from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.media import TokenLogprob
 
 NUCLEUS = 256
@@ -50,16 +51,20 @@ def draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -
 class Sampler:
     """Draws the tokens of one request, one after the other, each under the penalties for those before it.
 
-    A request that asks for neither biases, penalties nor a mask costs what `draw` costs, and gets the same bits.
+    `prompt` are the tokens that it has read. A request that asks for neither biases, penalties nor a mask costs what
+    `draw` costs, and gets the same bits.
     """
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, prompt: Iterable[int] = ()) -> None:
         self._sampling = sampling
         self._generator = generator_for(sampling)
         self._biased = torch.tensor([token for token, _ in sampling.logit_bias], dtype=torch.long)
         self._bias = torch.tensor([bias for _, bias in sampling.logit_bias], dtype=torch.float32)
         self._penalized = bool(sampling.frequency_penalty or sampling.presence_penalty)
         self._counts: Counter[int] = Counter()
+        self._repetition = sampling.repetition_penalty
+        self._met = set(prompt) if self._repetition != 1 else set()
+        """Tokens that were there before: of the prompt, and of what was generated."""
 
     def next(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> int:
         """The next token from `logits`, float32 [vocab] on the CPU, which stay as they are.
@@ -69,17 +74,30 @@ class Sampler:
         token = draw(self._changed(logits, allowed), self._sampling, self._generator)
         if self._penalized:
             self._counts[token] += 1
+        if self._repetition != 1:
+            self._met.add(token)
         return token
 
     def _changed(self, logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
-        if len(self._biased):
-            logits = logits.index_add(0, self._biased, self._bias)
         if self._counts:
             tokens = torch.tensor(list(self._counts))
             counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
             loss = counts * self._sampling.frequency_penalty + self._sampling.presence_penalty
             logits = logits.index_add(0, tokens, loss, alpha=-1)
+        if self._met:
+            met = torch.tensor(list(self._met))
+            found = logits[met]
+            less = torch.where(found < 0, found * self._repetition, found / self._repetition)
+            logits = logits.index_copy(0, met, less)
+        if len(self._biased):
+            logits = logits.index_add(0, self._biased, self._bias)
         return logits if allowed is None else torch.where(allowed, logits, -torch.inf)
+
+
+def tokens_of(request: EngineRequest) -> list[int]:
+    """The tokens of its prompt, without those in whose place embeddings stand."""
+    embedded = set(request.positions)
+    return [token for place, token in enumerate(request.ids) if place not in embedded]
 
 
 def token_logprob(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprob:

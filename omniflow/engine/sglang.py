@@ -22,8 +22,12 @@ from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.checks import check_length, check_prompt, check_rows
 from omniflow.engine.places import Places
 from omniflow.engine.ranks import ALONE, Ranks
+from omniflow.engine.sglang_grammar import Held
 from omniflow.engine.sglang_outbox import Progress
-from omniflow.engine.sglang_scheduler import Held, SteppedScheduler, Way, abort, build, close, submit
+from omniflow.engine.sglang_requests import Way, abort, submit
+from omniflow.engine.sglang_scheduler import SteppedScheduler
+from omniflow.engine.sglang_settings import server_settings
+from omniflow.engine.sglang_start import build, close
 from omniflow.engine.stats import EngineStats
 from omniflow.engine.stops import Decode, has_stopped
 from omniflow.errors import (
@@ -31,7 +35,6 @@ from omniflow.errors import (
     OverloadedError,
     ProtocolError,
     RequestError,
-    StartError,
     UnsupportedError,
 )
 
@@ -221,6 +224,7 @@ class SGLangEngine:
             stop_token_ids=set(sampling.stop_token_ids),
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
+            repetition_penalty=sampling.repetition_penalty,
             logit_bias={str(token): bias for token, bias in sampling.logit_bias} or None,
             # SGLang takes 63 bits.
             sampling_seed=None if sampling.seed is None else sampling.seed & (2**63 - 1),
@@ -351,42 +355,3 @@ def load_engine(
     return SGLangEngine(
         scheduler, decode=decode, grammars=grammars, max_waiting=max_waiting, deterministic=deterministic
     )
-
-
-def server_settings(device: str, max_running: int, kv_tokens: int, deterministic: bool) -> dict[str, Any]:
-    """What every engine here tells SGLang, by the names of its `ServerArgs`."""
-    settings: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "grammar_backend": "none",
-        "sampling_backend": "pytorch",
-        "max_total_tokens": kv_tokens,
-        "max_running_requests": max_running,
-        "log_level": "warning",
-    }
-    kind, _, number = device.partition(":")
-    if kind == "cpu":
-        if deterministic:
-            raise StartError("deterministic=true needs a GPU: SGLang draws by seed on GPUs only")
-        return settings | {
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            "disable_overlap_schedule": True,
-            "disable_cuda_graph": True,
-        }
-    return settings | {
-        "device": "cuda",
-        "base_gpu_id": int(number or 0),
-        # FA3, SGLang's choice on Hopper, is 1.1 GB of kernels that are not always installed.
-        "attention_backend": "triton",
-        "enable_deterministic_inference": deterministic,
-        # kv_tokens is the cap: a share of what happens to be free would differ from start to start.
-        "mem_fraction_static": 0.95,
-        "cuda_graph_bs_decode": graph_sizes(max_running),
-        "disable_prefill_cuda_graph": True,
-    }
-
-
-def graph_sizes(max_running: int) -> list[int]:
-    """Batch sizes with a CUDA graph of their own; a batch in between is padded to the next."""
-    steps = [1, 2, 4, *range(8, max_running, 8)]
-    return [size for size in steps if size < max_running] + [max_running]

@@ -22,10 +22,13 @@ from omniflow.engine.decoder import DecoderLayer, DecoderShape
 from omniflow.engine.frames import FrameModel, knobs_of
 from omniflow.engine.heads import FrameHead, Knobs, frame_noise
 from omniflow.engine.queue import RunQueue
-from omniflow.engine.sglang import Finish, SGLangEngine, finish_reason, server_settings
+from omniflow.engine.sglang import Finish, SGLangEngine, finish_reason
 from omniflow.engine.sglang_models.frame_model import SETUP, STOP, FrameSetup, OmniflowFrameModel
 from omniflow.engine.sglang_outbox import Progress
-from omniflow.engine.sglang_scheduler import SteppedScheduler, Way, build, register
+from omniflow.engine.sglang_requests import Way
+from omniflow.engine.sglang_scheduler import SteppedScheduler
+from omniflow.engine.sglang_settings import server_settings
+from omniflow.engine.sglang_start import build, register
 from omniflow.engine.stats import EngineStats
 
 MAX_STEPS = 4096
@@ -163,7 +166,7 @@ class SGLangFrameEngine(SGLangEngine):
 
     def _way(self, request: EngineRequest) -> Way:
         """The head draws; what SGLang draws of its two tokens is the likelier one."""
-        return Way(self._steps(request), 0.0, 1.0, -1, {STOP}, 0.0, 0.0, None, None)
+        return Way(self._steps(request), {STOP})
 
     def _output(self, progress: Progress) -> list[EngineOutput]:
         request_id = self._ids.get(progress.rid)

@@ -1,7 +1,4 @@
-"""What SGLang's scheduler would send to other processes, as a list: the progress of each request, batch by batch.
-
-Imports nothing of SGLang at the top, whose environment `sglang_scheduler.py` sets before.
-"""
+"""What SGLang's scheduler would send to other processes, as a list: the progress of each request, batch by batch."""
 
 from __future__ import annotations
 
@@ -9,6 +6,11 @@ import time
 from typing import Any, NamedTuple
 
 import torch
+
+import omniflow.engine.sglang_environment  # noqa: F401 - before SGLang
+
+# isort: split
+from sglang.srt.managers.io_struct import AbortReq
 
 from omniflow.engine.places import Places
 from omniflow.media import TokenLogprob
@@ -95,8 +97,6 @@ class Outbox:
 
     def send_output(self, output: object, recv_obj: Any = None) -> None:
         """Called by SGLang for a request that it drops before it ran."""
-        from sglang.srt.managers.io_struct import AbortReq
-
         if isinstance(output, AbortReq):
             self.asides.pop(output.rid, None)
             self.progress.append(Progress(output.rid, [], output.finished_reason or {"type": "abort"}, []))
