@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -29,13 +30,16 @@ def tell_end(fd: int) -> None:
     Where that is not allowed (containers may forbid `unshare`) it is closed with all others.
     """
     held = os.dup(fd)
+    # Those that are open, not all that may be: of a billion, as containers may allow, trying each takes minutes.
+    others = {int(each) for each in os.listdir("/proc/self/fd")} - {held}
     own = threading.Event()
     begun = threading.Event()
 
     def hold() -> None:
         if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_FILES) == 0:
-            os.closerange(0, held)
-            os.closerange(held + 1, os.sysconf("SC_OPEN_MAX"))
+            for each in others:
+                with contextlib.suppress(OSError):  # the list's own is closed already
+                    os.close(each)
             own.set()
         begun.set()
         threading.Event().wait()

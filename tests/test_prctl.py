@@ -71,6 +71,19 @@ def test_where_a_thread_cannot_have_files_of_its_own(monkeypatch: pytest.MonkeyP
     os.close(reads)
 
 
+def test_no_more_files_are_closed_than_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may allow a billion."""
+    allowed: list[object] = []
+    monkeypatch.setattr(os, "sysconf", allowed.append)
+    monkeypatch.setattr(os, "closerange", lambda *bounds: allowed.append(bounds))
+    reads, writes = os.pipe()
+    tell_end(writes)
+    os.close(writes)
+    assert allowed == []
+    assert select.select([reads], [], [], 0)[0] == []  # held by a thread of this process
+    os.close(reads)
+
+
 def same(fd: int, other: int) -> bool:
     try:
         return os.readlink(f"/proc/self/fd/{fd}") == os.readlink(f"/proc/self/fd/{other}")
