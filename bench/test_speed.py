@@ -8,6 +8,8 @@ They run beside nothing and hold no target: bench/transports.py does. They are f
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -183,3 +185,12 @@ def test_thousand_items_of_a_stream_in_one_process(benchmark: Bench, runner: asy
 def test_phonemes_of_1000_characters(benchmark: Bench, text: str) -> None:
     """A step of the talker's text: 0.01 to 0.09 s; tests/actors/test_piper_phonemes.py counts its work."""
     benchmark(EnglishPhonemes(), text)
+
+
+# -- import ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("statement", ["pass", "import omniflow"])
+def test_a_new_interpreter(benchmark: Bench, statement: str) -> None:
+    """What `import omniflow` adds, which loads no other library, may be 150 ms."""
+    benchmark(subprocess.run, [sys.executable, "-c", statement], check=True)

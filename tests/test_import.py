@@ -1,4 +1,4 @@
-"""`import omniflow` is light: measured in a fresh interpreter."""
+"""`import omniflow` is light: looked at in a fresh interpreter. bench/test_speed.py measures its time."""
 
 from __future__ import annotations
 
@@ -25,28 +25,35 @@ HEAVY = {
 }
 
 FRESH = """
-import json, sys, time
-began = time.perf_counter()
+import sys
 {statement}
-print(json.dumps([time.perf_counter() - began, sorted({{name.partition(".")[0] for name in sys.modules}})]))
+modules = list(sys.modules)
+import json
+print(json.dumps(modules))
 """
 
 
-def fresh(statement: str) -> tuple[float, set[str]]:
-    """Run a statement in a new interpreter: its seconds, and the top-level modules that are loaded after it."""
+def loaded(statement: str) -> list[str]:
+    """All modules that are loaded in a new interpreter after a statement."""
     command = [sys.executable, "-c", FRESH.format(statement=statement)]
-    seconds, modules = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
-    return seconds, set(modules)
+    modules: list[str] = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
+    return modules
+
+
+def fresh(statement: str) -> set[str]:
+    """The top-level modules that are loaded after a statement."""
+    return {name.partition(".")[0] for name in loaded(statement)}
 
 
 def test_import_brings_no_other_library() -> None:
-    _, modules = fresh("import omniflow")
-    assert modules & HEAVY == set()
+    assert fresh("import omniflow") & HEAVY == set()
 
 
-def test_import_takes_less_than_150_ms() -> None:
-    # The best of three: a busy machine can only make it slower.
-    assert min(fresh("import omniflow")[0] for _ in range(3)) < 0.150
+def test_import_takes_next_to_no_time() -> None:
+    """30 modules of the standard library and one of ours, a few ms; 150 would be a library."""
+    brought = set(loaded("import omniflow")) - set(loaded("pass"))
+    assert {name for name in brought if name.partition(".")[0] not in sys.stdlib_module_names} == {"omniflow"}
+    assert len(brought) <= 60
 
 
 @pytest.mark.parametrize(
@@ -59,11 +66,9 @@ def test_import_takes_less_than_150_ms() -> None:
     ],
 )
 def test_the_core_needs_neither_tensors_nor_a_web_server(statement: str) -> None:
-    _, modules = fresh(statement)
-    assert modules & {"sglang", "starlette", "torch", "transformers", "uvicorn"} == set()
+    assert fresh(statement) & {"sglang", "starlette", "torch", "transformers", "uvicorn"} == set()
 
 
 def test_a_host_can_start_without_loading_the_command_line() -> None:
     """A host process imports the console script again: that must not cost it typer and rich."""
-    _, modules = fresh("from omniflow.cli import main")
-    assert modules & {"rich", "typer"} == set()
+    assert fresh("from omniflow.cli import main") & {"rich", "typer"} == set()
