@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import logging
@@ -19,7 +20,7 @@ from omniflow.devices import Gpus, Lanes, cap_memory
 from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.errors import StartError
 from omniflow.host import Host, HostSpec, actor_of, failure_of
-from omniflow.messages import Beat
+from omniflow.messages import Beat, HostFailed
 from omniflow.planner.plan import FRONT
 from omniflow.prctl import die_with_parent, name_process, tell_end
 from omniflow.topology import Stage
@@ -74,17 +75,18 @@ def follower_main(
     last_words: Connection,
 ) -> None:
     """Run a rank of `stage` other than the first, until that says so or is gone. Never returns: exits as `host_main`,
-    and says before what it has failed of.
+    and says before what it has failed of, or that it ends well.
     """
     _begin(f"{host}:{ranks.rank}", parent, log_level, lifeline)
-    failed = False
+    failure: HostFailed | None = None
     try:
         cap_memory(gpus, (stage,), ranks.rank)
         actor_of(stage, ranks).follow()
     except Exception as error:  # noqa: BLE001 - the boundary to actor code: reported with rank and traceback
-        failed = True
-        last_words.send_bytes(msgspec.msgpack.encode(failure_of(stage.name, error)))
-    _end(failed)
+        failure = failure_of(stage.name, error)
+    with contextlib.suppress(OSError):  # the runtime is gone
+        last_words.send_bytes(msgspec.msgpack.encode(failure))
+    _end(failure is not None)
 
 
 def _begin(name: str, parent: int, log_level: int, lifeline: Connection | None) -> None:

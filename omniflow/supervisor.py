@@ -81,7 +81,7 @@ class SupervisorEvents(Protocol):
 
 
 class Follower:
-    """A process of a host beside the one that runs it. In `words` it says what it has failed of, before it ends."""
+    """A process of a host beside the one that runs it. In `words` it says how it ends, unless it is killed."""
 
     def __init__(self, rank: int, process: Any, pidfd: int, lifeline: Connection, words: Connection) -> None:
         self.rank = rank
@@ -89,14 +89,18 @@ class Follower:
         self.pidfd = pidfd
         self.lifeline = lifeline
         self.words = words
+        self.ends_well = False
         self.said: HostFailed | None = None
+        """What it has failed of."""
 
     def hear(self) -> None:
         """Take its last words, if there are any; it is dead, or ending."""
         if self.words.poll():
             with contextlib.suppress(EOFError, OSError):  # OSError: killed while it spoke
-                said = msgspec.msgpack.decode(self.words.recv_bytes(), type=HostFailed)
-                self.said = msgspec.structs.replace(said, message=f"rank {self.rank}: {said.message}")
+                said = msgspec.msgpack.decode(self.words.recv_bytes(), type=HostFailed | None)
+                self.ends_well = said is None
+                if said is not None:
+                    self.said = msgspec.structs.replace(said, message=f"rank {self.rank}: {said.message}")
 
     def close(self) -> None:
         """Close what was its; it is dead, or nobody watches it yet."""
@@ -388,9 +392,8 @@ class Supervisor:
         """As `_on_ending`; one that ends well has heard that the first rank ends, which has yet to say why."""
         asyncio.get_running_loop().remove_reader(follower.lifeline.fileno())
         follower.hear()
-        code = _ending(follower.process.pid)
-        if code or follower.said:
-            self._lose_by(child, follower, code)
+        if not follower.ends_well:
+            self._lose_by(child, follower, _ending(follower.process.pid) or None)
 
     def _on_follower_exit(self, child: Child, follower: Follower) -> None:
         """The kernel says that it is dead; its parent is this process, which knows how."""
@@ -402,12 +405,12 @@ class Supervisor:
         follower.close()
         _forget(follower.process)
         _say_gone(child)
-        if code:
+        if not follower.ends_well:
             self._lose_by(child, follower, code)
         elif child.link is not None and self._tasks is not None:
             self._tasks.start_soon(self._kill_if_it_stays, child, child.process)
 
-    def _lose_by(self, child: Child, follower: Follower, code: int) -> None:
+    def _lose_by(self, child: Child, follower: Follower, code: int | None) -> None:
         """A follower is dead or about to be, and with it the host."""
         if child.link is not None and not self._stopping:
             _hear_out(child.link)
@@ -543,7 +546,9 @@ def _drop(follower: Follower) -> None:
 
 
 def _ending(pid: int) -> int:
-    """With what code a process is ending that is not dead yet, as the kernel knows it; 0 where it is not."""
+    """With what code a process is ending that is not dead yet, as the kernel knows it; 0 where it is not, or where the
+    kernel (before 5.17) does not know yet.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
