@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MAX_TEMPERATURE = 5.0
 MAX_PENALTY = 2.0
+REPETITION = (0.01, 100.0)
+"""The least and the greatest. Nobody wants those; far beyond them a logit would be infinite."""
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
@@ -41,10 +43,10 @@ SEEDS = range(-(2**63), 2**64)
 class Thinker(EngineStage, ThinkerRole):
     """A decoder-only language model; requests share a running batch.
 
-    `temperature`, `top_p`, `top_k` (0: all) and `max_tokens` hold where a request says nothing; the defaults of the
-    first two are those that SmolLM2's authors recommend. `kv_tokens` bounds the tokens of all running requests
-    together, `max_running` and `max_waiting` the number of requests; beyond them OverloadedError (429). With a `seed` a
-    request draws the same tokens alone and in any batch.
+    `temperature`, `top_p`, `top_k` (0: all), `repetition_penalty` (None: the checkpoint's own) and `max_tokens` hold
+    where a request says nothing; the defaults of the first two are those that SmolLM2's authors recommend. `kv_tokens`
+    bounds the tokens of all running requests together, `max_running` and `max_waiting` the number of requests; beyond
+    them OverloadedError (429). With a `seed` a request draws the same tokens alone and in any batch.
 
     `engine` sglang is for GPUs: SGLang in this process, which it has for itself. There `dtype` is that of the weights
     (auto: the checkpoint's), `kv_tokens` are reserved at the start, and a `seed` needs `deterministic`, which costs
@@ -67,6 +69,7 @@ class Thinker(EngineStage, ThinkerRole):
         temperature: float = 0.2,
         top_p: float = 0.9,
         top_k: int = 0,
+        repetition_penalty: float | None = None,
         max_running: int = 8,
         max_waiting: int = 64,
         kv_tokens: int = 16384,
@@ -78,6 +81,7 @@ class Thinker(EngineStage, ThinkerRole):
         self._engine = engine
         self._sglang: dict[str, Any] = {"dtype": dtype, "deterministic": deterministic}
         self._defaults = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
+        self._repetition_penalty = repetition_penalty
         self._limits: dict[str, Any] = {"max_running": max_running, "max_waiting": max_waiting, "kv_tokens": kv_tokens}
 
     @classmethod
@@ -102,7 +106,12 @@ class Thinker(EngineStage, ThinkerRole):
         """All but the engine; gives the folder of the weights."""
         folder = self._weights.path()
         _refuse_heads(folder, self.ranks.size)
-        self._defaults = msgspec.structs.replace(self._defaults, stop_token_ids=end_token_ids(folder))
+        penalty = self._repetition_penalty
+        self._defaults = msgspec.structs.replace(
+            self._defaults,
+            stop_token_ids=end_token_ids(folder),
+            repetition_penalty=recommended_penalty(folder) if penalty is None else penalty,
+        )
         self._tokenizer = load_tokenizer(folder)
         self._grammars = _grammars(self._tokenizer, folder, self._defaults.stop_token_ids)
         return folder
@@ -182,6 +191,7 @@ _SAMPLED = (
     "seed",
     "frequency_penalty",
     "presence_penalty",
+    "repetition_penalty",
     "logit_bias",
     "top_logprobs",
 )
@@ -201,6 +211,8 @@ def sampling_for(options: Options, defaults: Sampling) -> Sampling:
     _require(sampling.seed is None or sampling.seed in SEEDS, "seed", "a 64-bit integer")
     for name in ("frequency_penalty", "presence_penalty"):
         _require(-MAX_PENALTY <= wanted[name] <= MAX_PENALTY, name, f"from -{MAX_PENALTY:g} to {MAX_PENALTY:g}")
+    least, most = REPETITION
+    _require(least <= sampling.repetition_penalty <= most, "repetition_penalty", f"from {least:g} to {most:g}")
     biases = sampling.logit_bias
     _require(
         len(biases) <= MAX_BIASES and all(-MAX_BIAS <= bias <= MAX_BIAS for _, bias in biases),
@@ -236,6 +248,19 @@ def end_token_ids(folder: Path) -> frozenset[int]:
         f"{folder}: neither generation_config.json nor config.json names an eos_token_id, "
         "nor tokenizer_config.json an eos_token"
     )
+
+
+def recommended_penalty(folder: Path) -> float:
+    """The repetition penalty of the checkpoint's generation_config.json, 1 where it says nothing.
+
+    Raises WeightsError where the file is broken.
+    """
+    file = folder / "generation_config.json"
+    try:
+        found = msgspec.convert(read_json(file).get("repetition_penalty"), float | None)
+    except msgspec.ValidationError as error:
+        raise WeightsError(f"{file} is broken: repetition_penalty: {error}") from error
+    return 1.0 if found is None else found
 
 
 def _refuse_heads(folder: Path, tp: int) -> None:

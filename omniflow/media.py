@@ -59,6 +59,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     speed: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    repetition_penalty: float | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit)."""
     top_logprobs: int | None = None

@@ -7,7 +7,7 @@ unless it is greedy: what other requests do in the same step cannot change it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -94,10 +94,10 @@ class Sampler:
         return logits if allowed is None else torch.where(allowed, logits, -torch.inf)
 
 
-def tokens_of(request: EngineRequest) -> list[int]:
+def tokens_of(request: EngineRequest) -> Iterator[int]:
     """The tokens of its prompt, without those in whose place embeddings stand."""
     embedded = set(request.positions)
-    return [token for place, token in enumerate(request.ids) if place not in embedded]
+    yield from (token for place, token in enumerate(request.ids) if place not in embedded)
 
 
 def token_logprob(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprob:

@@ -222,6 +222,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -257,6 +258,7 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
             voice=voice_name(self.audio.voice) if self.audio is not None else None,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty,
             logit_bias=tuple((_token_id(key), bias) for key, bias in (self.logit_bias or {}).items()),
             top_logprobs=self._top_logprobs(),
             json_schema=self._json_schema(),

@@ -21,6 +21,7 @@ FIELD_TEXTS: dict[str, dict[str, str]] = {
         "n": "So many answers.",
         "frequency_penalty": "Makes a token less likely for each time that it was written.",
         "presence_penalty": "Makes a token less likely once it was written.",
+        "repetition_penalty": "Above 1: makes a token less likely that is in the prompt or was written. 1: does not.",
         "logit_bias": "Added to the logits of these token ids.",
         "logprobs": "Tell the log-probability of each token.",
         "top_logprobs": "And those of so many likeliest ones in its place.",

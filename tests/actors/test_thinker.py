@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from actors.thinker import Thinker, end_token_ids
+from actors.thinker import Thinker, end_token_ids, recommended_penalty
 from omniflow.engine.ranks import Ranks
 from omniflow.errors import (
     ContextLengthError,
@@ -185,6 +185,8 @@ async def test_rows_take_the_place_of_tokens(folder: Path) -> None:
         ("frequency_penalty", -2.1, "from -2 to 2"),
         ("presence_penalty", 2.1, "from -2 to 2"),
         ("presence_penalty", math.nan, "from -2 to 2"),
+        ("repetition_penalty", 0.0, "from 0.01 to 100"),
+        ("repetition_penalty", math.nan, "from 0.01 to 100"),
         ("logit_bias", ((1, 100.5),), "at most 1024 tokens, each with a number from -100 to 100"),
         ("logit_bias", ((1, 1.0),) * 1025, "at most 1024 tokens, each with a number from -100 to 100"),
         ("top_logprobs", 21, "from 0 to 20"),
@@ -221,6 +223,27 @@ async def test_penalties_and_biases_reach_the_engine(folder: Path) -> None:
         with pytest.raises(InvalidInputError, match=f"those from 0 to {VOCAB - 1}") as raised:
             await think(thinker, prompt(7), logit_bias=((VOCAB, 1.0),))
         assert raised.value.param == "logit_bias"
+
+
+async def test_the_repetition_penalty_is_that_of_the_request_the_stage_or_the_checkpoint(folder: Path) -> None:
+    config = folder / "generation_config.json"
+    plain = json.loads(config.read_text())
+    answers = []
+    for recommended, of_stage, of_request in ((None, None, None), (1.5, None, None), (1.5, 1.0, None), (1.0, 3.0, 1.5)):
+        config.write_text(json.dumps(plain | {"repetition_penalty": recommended}))
+        async with started(folder, temperature=0.0, repetition_penalty=of_stage) as thinker:
+            answers.append(await think(thinker, prompt(9), max_tokens=30, repetition_penalty=of_request))
+    config.write_text(json.dumps(plain))
+    without, checkpoint, stage, request = (tokens for tokens, _ in answers)
+    assert without == stage and checkpoint == request and without != checkpoint
+    assert len(set(checkpoint)) > len(set(without))
+
+
+def test_a_broken_repetition_penalty_of_a_checkpoint_names_its_file(tmp_path: Path) -> None:
+    assert recommended_penalty(tmp_path) == 1.0
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": "high"}')
+    with pytest.raises(WeightsError, match=r"generation_config\.json is broken: repetition_penalty"):
+        recommended_penalty(tmp_path)
 
 
 async def say(thinker: Thinker, seed: int = 0, **options: object) -> tuple[str, Generated]:

@@ -97,13 +97,18 @@ def test_a_point_on_the_very_end_is_the_last_token_that_may_be_drawn(monkeypatch
 
 
 def by_the_book(
-    logits: torch.Tensor, generated: list[int], frequency: float, presence: float, bias: dict[int, float]
+    logits: torch.Tensor, generated: list[int], sampling: Sampling, prompt: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    """OpenAI's definition, token by token: mu[j] - c[j] * frequency - (c[j] > 0) * presence, and the bias."""
-    changed = [
-        float(mu) + bias.get(j, 0.0) - generated.count(j) * frequency - (j in generated) * presence
-        for j, mu in enumerate(logits)
-    ]
+    """OpenAI's definition, token by token: mu[j] - c[j] * frequency - (c[j] > 0) * presence; then CTRL's (Keskar et
+    al. 2019) with the sign that Hugging Face has put right; then the bias.
+    """
+    changed, bias = [], dict(sampling.logit_bias)
+    for j, mu in enumerate(logits):
+        penalized = float(mu) - generated.count(j) * sampling.frequency_penalty
+        penalized -= (j in generated) * sampling.presence_penalty
+        if j in (*prompt, *generated):
+            penalized *= sampling.repetition_penalty ** (1 if penalized < 0 else -1)
+        changed.append(penalized + bias.get(j, 0.0))
     return torch.tensor(changed)
 
 
@@ -111,18 +116,25 @@ def by_the_book(
     seed=st.integers(0, 2**32),
     frequency=st.floats(-2, 2),
     presence=st.floats(-2, 2),
+    repetition=st.just(1.0) | st.floats(0.1, 10),
+    prompt=st.lists(st.integers(0, 11), max_size=8).map(tuple),
     bias=st.dictionaries(st.integers(0, 11), st.floats(-100, 100)),
 )
 def test_penalties_and_biases_are_those_of_the_book(
-    seed: int, frequency: float, presence: float, bias: dict[int, float]
+    seed: int, frequency: float, presence: float, repetition: float, prompt: tuple[int, ...], bias: dict[int, float]
 ) -> None:
     randoms = torch.Generator().manual_seed(seed)
-    sampling = Sampling(frequency_penalty=frequency, presence_penalty=presence, logit_bias=tuple(bias.items()))
-    sampler, generated = Sampler(sampling), list[int]()
+    sampling = Sampling(
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        repetition_penalty=repetition,
+        logit_bias=tuple(bias.items()),
+    )
+    sampler, generated = Sampler(sampling, prompt), list[int]()
     for _ in range(12):
         logits = torch.randn(12, generator=randoms) * 3
         before = logits.clone()
-        expected = by_the_book(logits, generated, frequency, presence, bias)
+        expected = by_the_book(logits, generated, sampling, prompt)
         token = sampler.next(logits)
         assert float(expected[token]) == pytest.approx(float(expected.max()), abs=1e-3)
         assert torch.equal(logits, before)

@@ -90,6 +90,7 @@ async def test_all_that_shapes_an_answer_reaches_the_graph(client: httpx.AsyncCl
     asked = {
         "frequency_penalty": 0.5,
         "presence_penalty": -2,
+        "repetition_penalty": 1.05,
         "logit_bias": {"7": 1, "50256": -100},
         "logprobs": True,
         "top_logprobs": 3,
@@ -100,6 +101,7 @@ async def test_all_that_shapes_an_answer_reaches_the_graph(client: httpx.AsyncCl
     assert runtime.submissions[0].options == Options(
         frequency_penalty=0.5,
         presence_penalty=-2.0,
+        repetition_penalty=1.05,
         logit_bias=((7, 1.0), (50256, -100.0)),
         top_logprobs=3,
         json_schema='{"type":"object"}',
@@ -162,8 +164,8 @@ async def test_what_no_stage_takes_is_a_fault_of_the_messages(
 async def test_nulls_and_unknown_and_harmless_keys_are_taken(client: httpx.AsyncClient) -> None:
     nulls = dict.fromkeys(
         "stream stream_options modalities audio max_tokens max_completion_tokens temperature top_p top_k seed stop n "
-        "frequency_penalty presence_penalty logit_bias logprobs top_logprobs response_format tools tool_choice "
-        "functions function_call web_search_options user store metadata service_tier parallel_tool_calls "
+        "frequency_penalty presence_penalty repetition_penalty logit_bias logprobs top_logprobs response_format tools "
+        "tool_choice functions function_call web_search_options user store metadata service_tier parallel_tool_calls "
         "reasoning_effort prediction verbosity".split()
     )
     harmless = {
