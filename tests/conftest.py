@@ -11,6 +11,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from .waiting import HANGS_S
+
 # Two busy cores make single examples slow; the suite's own time limit (pytest-timeout) is what holds.
 hypothesis.settings.register_profile("shared", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.load_profile("shared")
@@ -91,7 +93,7 @@ def nothing_left() -> Iterator[None]:
     """Fails a test that leaves a process, an open descriptor or an entry in /dev/shm behind."""
     before, shm, hosts = descriptors(), shared_memory(), hosts_below(os.getpid())
     yield
-    until = time.monotonic() + 2  # a killed process needs a moment until the kernel has taken it down
+    until = time.monotonic() + HANGS_S  # a killed process needs a moment until the kernel has taken it down
     while (
         hosts_below(os.getpid()) - hosts or left_in_shared_memory(shm) or len(descriptors()) > len(before)
     ) and time.monotonic() < until:

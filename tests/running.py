@@ -12,13 +12,15 @@ from omniflow.config import RuntimeConfig
 from omniflow.graph import Graph
 from omniflow.planner import Cluster, cluster_named, plan
 from omniflow.runtime import Runtime
+from tests.waiting import HANGS_S
 
 INLINE = Cluster("inline", 2, 0, single_process=True)
 CPU = cluster_named("cpu")
 
 
 def unstarted(graph: Graph, cluster: Cluster = INLINE, **config: Any) -> Runtime:
-    settings = RuntimeConfig(**{"deadline_s": 20.0, "start_timeout_s": 30.0, "shm_bytes": 2**24, **config})
+    """Its deadline is far behind what a test waits for: it ends no request that should have ended before."""
+    settings = RuntimeConfig(**{"deadline_s": 200.0, "start_timeout_s": 100.0, "shm_bytes": 2**24, **config})
     return Runtime(plan(graph.spec(), cluster, settings), settings)
 
 
@@ -30,7 +32,7 @@ async def running(graph: Graph, cluster: Cluster = INLINE, **config: Any) -> Asy
         await settled(runtime)
 
 
-async def settled(runtime: Runtime, within_s: float = 5) -> None:
+async def settled(runtime: Runtime, within_s: float = HANGS_S) -> None:
     """Wait until the runtime and its inline hosts hold nothing of any request."""
     with anyio.fail_after(within_s):
         while runtime._requests:
@@ -42,7 +44,7 @@ async def settled(runtime: Runtime, within_s: float = 5) -> None:
     assert runtime.status().in_flight == 0
 
 
-async def up_again(runtime: Runtime, within_s: float = 10) -> None:
+async def up_again(runtime: Runtime, within_s: float = HANGS_S) -> None:
     """Wait until every host is ready."""
     with anyio.fail_after(within_s):
         while len(runtime._up) < len(runtime.plan.hosts):

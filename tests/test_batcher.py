@@ -12,6 +12,7 @@ import pytest
 from omniflow.actor import BatchPolicy
 from omniflow.batcher import Batcher
 from omniflow.errors import InvalidInputError, ProtocolError, RequestError
+from tests.waiting import HANGS_S
 
 pytestmark = pytest.mark.anyio
 
@@ -60,7 +61,7 @@ async def outcomes(batcher: Batcher, values: list[int]) -> list[Any]:
 async def test_a_lone_call_is_a_batch_of_one_at_once() -> None:
     doubler = Doubler()
     async with serving(doubler.run) as batcher:
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS_S):
             assert await batcher.run(3) == 6
     assert doubler.batches == [[3]]
 
@@ -179,5 +180,5 @@ async def test_a_window_gathers_company_and_ends(max_wait_ms: float, batches: li
 async def test_a_full_window_does_not_wait_for_its_end() -> None:
     doubler = Doubler()
     async with serving(doubler.run, max_size=2, max_wait_ms=60_000) as batcher:
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS_S):
             assert await outcomes(batcher, [1, 2]) == [2, 4]

@@ -34,6 +34,7 @@ from omniflow.cli.tables import size_text
 from omniflow.config import RuntimeConfig, ServerConfig
 from omniflow.planner import cluster_named
 from omniflow.weights import InstalledWeights, PackagedWeights
+from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).parents[1]
 PARROT = str(ROOT / "tests/graphs/parrot.py")
@@ -447,7 +448,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = (
         f"{shlex.quote(sys.executable)} -m omniflow explain {shlex.quote(WORDS)} --json | true; exit ${{PIPESTATUS[0]}}"
     )
-    ran = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    ran = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S)
     assert ran.stderr == ""
 
 
@@ -824,7 +825,7 @@ class Running:
             if " INFO omniflow.access: " not in line:
                 lines.append(line.rstrip("\n"))
 
-    def wait_for(self, text: str, within_s: float = 30) -> str:
+    def wait_for(self, text: str, within_s: float = HANGS_S) -> str:
         """The first line of stdout that holds `text`."""
         until = time.monotonic() + within_s
         while time.monotonic() < until:
@@ -839,7 +840,7 @@ class Running:
         self.url = self.wait_for(" is ready at ").split()[4]
         return self
 
-    def end(self, within_s: float = 15) -> int:
+    def end(self, within_s: float = HANGS_S) -> int:
         code = self.process.wait(within_s)
         for reader in self._readers:
             reader.join()
@@ -848,7 +849,7 @@ class Running:
     def chat(self, text: str, stream: bool = False) -> httpx.Response:
         messages = [{"role": "user", "content": text}]
         body = {"model": "parrot", "messages": messages, "stream": stream}
-        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=20)
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=HANGS_S)
 
 
 Start = Callable[..., Running]
@@ -874,7 +875,7 @@ def call_as_printed(line: str) -> httpx.Response:
     words = shlex.split(line)
     assert words[:2] == ["curl", "-s"]
     body, header = words[words.index("-d") + 1], words[words.index("-H") + 1].split(": ")
-    return httpx.post(words[2], content=body, headers=[tuple(header)], timeout=20)  # type: ignore[list-item]
+    return httpx.post(words[2], content=body, headers=[tuple(header)], timeout=HANGS_S)  # type: ignore[list-item]
 
 
 def test_run_serves_what_it_prints_and_drains(start: Start, cli: Cli) -> None:
@@ -897,7 +898,7 @@ def test_run_serves_what_it_prints_and_drains(start: Start, cli: Cli) -> None:
     replies: list[httpx.Response] = []
     caller = threading.Thread(target=lambda: replies.append(server.chat("one wait wait two", stream=True)))
     caller.start()
-    wait_until(lambda: httpx.get(f"{server.url}/health").json()["in_flight"] == 1)
+    wait_until(lambda: httpx.get(f"{server.url}/health", timeout=HANGS_S).json()["in_flight"] == 1)
     server.process.send_signal(signal.SIGTERM)
     server.wait_for("SIGTERM: 1 under way")
     assert server.chat("hello").json()["error"]["message"] == "the runtime is draining"
@@ -907,7 +908,7 @@ def test_run_serves_what_it_prints_and_drains(start: Start, cli: Cli) -> None:
     assert server.err == []
 
 
-def wait_until(holds: Callable[[], Any], within_s: float = 10) -> None:
+def wait_until(holds: Callable[[], Any], within_s: float = HANGS_S) -> None:
     until = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < until
@@ -915,17 +916,15 @@ def wait_until(holds: Callable[[], Any], within_s: float = 10) -> None:
 
 
 def test_a_second_signal_stops_at_once(start: Start) -> None:
-    server = start(PARROT, "--port", "0").wait_ready()
+    server = start(PARROT, "--port", "0", "--set", "runtime.drain_s=100").wait_ready()
     replies: list[httpx.Response] = []
-    caller = threading.Thread(target=lambda: replies.append(server.chat("one " + "wait " * 40, stream=True)))
+    caller = threading.Thread(target=lambda: replies.append(server.chat("one " + "wait " * 200, stream=True)))
     caller.start()
-    wait_until(lambda: httpx.get(f"{server.url}/health").json()["in_flight"] == 1)
+    wait_until(lambda: httpx.get(f"{server.url}/health", timeout=HANGS_S).json()["in_flight"] == 1)
     server.process.send_signal(signal.SIGINT)
-    server.wait_for("SIGINT: 1 under way, which may end within 20 s; a second signal stops now")
-    began = time.monotonic()
+    server.wait_for("SIGINT: 1 under way, which may end within 100 s; a second signal stops now")
     server.process.send_signal(signal.SIGINT)
     assert server.end() == 0
-    assert time.monotonic() - began < 5
     caller.join()
     assert "[DONE]" not in replies[0].text and "the runtime is stopping" in replies[0].text
 
@@ -939,7 +938,7 @@ def test_keys_a_certificate_and_a_log_for_programs(start: Start, tmp_path: Path)
     server = start(PARROT, "--port", "0", *options).wait_ready()
     shown = server.wait_for("curl -s " + server.url + "/v1/chat")
     assert server.url.startswith("https://") and '-H "Authorization: Bearer $OMNIFLOW_API_KEY"' in shown
-    with httpx.Client(base_url=server.url, verify=trust) as client:
+    with httpx.Client(base_url=server.url, verify=trust, timeout=HANGS_S) as client:
         assert client.get("/ready").status_code == 200 and client.get("/v1/models").status_code == 401
         headers = {"authorization": "Bearer sesame", "x-request-id": "trace-1"}
         body = {"model": "parrot", "messages": [{"role": "user", "content": "hello"}]}
@@ -976,7 +975,7 @@ def test_keys_are_shown_to_nobody(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def is_one(server: Running, counted: str) -> bool:
-    return bool(httpx.get(f"{server.url}/ready").json()[counted] == 1)
+    return bool(httpx.get(f"{server.url}/ready", timeout=HANGS_S).json()[counted] == 1)
 
 
 def stages_of(answer: httpx.Response) -> dict[str, dict[str, Any]]:
@@ -989,14 +988,14 @@ def test_ready_shows_every_stage_while_requests_run_and_while_it_drains(start: S
     caller.start()
     busy = {"name": "parrot", "state": "ready", "restarts": 0, "in_flight": 1, "running": 1, "queued": 0}
     idle = busy | {"name": "hum", "in_flight": 0, "running": 0}
-    wait_until(lambda: stages_of(httpx.get(f"{server.url}/ready")) == {"parrot": busy, "hum": idle})
+    wait_until(lambda: stages_of(httpx.get(f"{server.url}/ready", timeout=HANGS_S)) == {"parrot": busy, "hum": idle})
     server.process.send_signal(signal.SIGTERM)
     server.wait_for("SIGTERM: 1 under way")
-    ready = httpx.get(f"{server.url}/ready")
+    ready = httpx.get(f"{server.url}/ready", timeout=HANGS_S)
     assert (ready.status_code, ready.json()["status"], ready.json()["in_flight"]) == (503, "draining", 1)
     assert ready.json()["reason"] == "the runtime is draining"
     assert stages_of(ready) == {"parrot": busy, "hum": idle}
-    assert httpx.get(f"{server.url}/live").status_code == 200
+    assert httpx.get(f"{server.url}/live", timeout=HANGS_S).status_code == 200
     refused = server.chat("hello")
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
     assert server.end() == 0
@@ -1006,8 +1005,8 @@ def test_ready_shows_every_stage_while_requests_run_and_while_it_drains(start: S
 def test_ready_counts_restarts(start: Start) -> None:
     server = start(PARROT, "--profile", "loud", "--port", "0").wait_ready()
     assert server.chat("die").status_code == 503
-    wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 200)
-    stages = stages_of(httpx.get(f"{server.url}/ready"))
+    wait_until(lambda: httpx.get(f"{server.url}/ready", timeout=HANGS_S).status_code == 200)
+    stages = stages_of(httpx.get(f"{server.url}/ready", timeout=HANGS_S))
     assert (stages["parrot"]["restarts"], stages["hum"]["restarts"]) == (1, 0)
 
 
@@ -1026,7 +1025,7 @@ def test_drain_ends_after_its_time_and_refuses_who_waits(start: Start) -> None:
     began = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     assert server.end() == 0
-    assert 0.3 <= time.monotonic() - began < 5
+    assert time.monotonic() - began >= 0.3
     for caller in callers:
         caller.join()
     assert (replies["waits"].status_code, replies["waits"].headers["retry-after"]) == (503, "5")
@@ -1051,7 +1050,8 @@ def test_a_users_actors_run_in_processes_of_their_own_from_any_folder(start: Sta
     server = start("user/my_graph.py", "--port", "0", "--set", "repeat.times=3", cwd=tmp_path).wait_ready()
     processes = {line.split()[-1] for line in server.out if re.match(r"(repeat|again) +ready", line)}
     assert len(processes - {str(server.process.pid)}) == 2
-    assert {stage["state"] for stage in httpx.get(f"{server.url}/health").json()["stages"]} == {"ready"}
+    health = httpx.get(f"{server.url}/health", timeout=HANGS_S).json()
+    assert {stage["state"] for stage in health["stages"]} == {"ready"}
     server.process.send_signal(signal.SIGTERM)
     assert server.end() == 0 and server.err == []
 
@@ -1083,8 +1083,8 @@ def test_a_signal_while_stages_start_ends_the_command(start: Start, tmp_path: Pa
     port = free_port()
     server = start("my_slow.py", "--port", str(port), "--single-process", cwd=tmp_path)
     wait_until(lambda: answers(port), 20)
-    assert httpx.get(f"http://127.0.0.1:{port}/live").status_code == 200
-    assert httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 503
+    assert httpx.get(f"http://127.0.0.1:{port}/live", timeout=HANGS_S).status_code == 200
+    assert httpx.get(f"http://127.0.0.1:{port}/ready", timeout=HANGS_S).status_code == 503
     server.process.send_signal(signal.SIGTERM)
     assert server.end() == 0
     assert server.err == []
@@ -1125,11 +1125,11 @@ def recordings(start: Start, tmp_path: Path) -> Callable[..., list[Path]]:
         folder = tmp_path / "recordings"
         server = start(graph, "--port", "0", "--record", str(folder), *options, cwd=cwd).wait_ready()
         assert f"recording requests, with all that they send, to {folder}" in server.out
-        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+        model = httpx.get(f"{server.url}/v1/models", timeout=HANGS_S).json()["data"][0]["id"]
         for text in texts:
             messages = [{"role": "user", "content": text}]
             body = {"model": model, "messages": messages}
-            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=20)
+            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=HANGS_S)
         server.process.send_signal(signal.SIGTERM)
         assert server.end() == 0 and server.err == []
         return sorted(folder.iterdir())

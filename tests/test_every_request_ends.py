@@ -28,8 +28,9 @@ from omniflow.runtime import Runtime
 from omniflow.validation import validate
 
 from .running import CPU, INLINE, settled
+from .waiting import HANGS_S
 
-SHORT_S, LONG_S = 0.05, 30.0
+SHORT_S, LONG_S = 0.05, 200.0
 HARMLESS = ["", "skip", "end early", "emit many", "emit nothing", "yield"]
 HARMFUL = ["raise", "sleep", "wrong type", "wrong item"]
 DEADLY = ["kill", "exit", "block"]
@@ -195,7 +196,7 @@ async def end_of(runtime: Runtime, request: Request) -> str:
     outputs = {names[number % len(names)] for number in request.outputs} or None
     options = Options(voice=json.dumps(request.script))
     deadline_s = SHORT_S if "sleep" in request.script.values() else LONG_S
-    with anyio.fail_after(10):
+    with anyio.fail_after(HANGS_S):
         reply = await runtime.submit("ask", Value(), outputs=outputs, options=options, deadline_s=deadline_s)
         number = 0
         async with reply:

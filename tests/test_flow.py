@@ -21,6 +21,7 @@ from .graphs import fork
 from .graphs.flow import Drop, Order, build
 from .graphs.row import Job
 from .running import CPU, INLINE, running, settled
+from .waiting import HANGS_S
 
 pytestmark = pytest.mark.anyio
 everywhere = pytest.mark.parametrize("cluster", [INLINE, CPU], ids=lambda cluster: cluster.name)
@@ -56,7 +57,7 @@ async def test_the_status_shows_what_each_stage_has_to_do(cluster: Cluster) -> N
     async with running(build("block", 4), cluster, hang_s=0.5) as runtime:
         reply = await runtime.submit("order", Order(20, "never"), outputs=["drops"])
         other = await runtime.submit("order", Order(20), outputs=["num"])
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS_S):
             while [(s.running, s.queued) for s in runtime.status().stages] != [(1, 0), (1, 3)]:
                 await anyio.sleep(0.01)  # until the next heartbeat; the reader holds the fourth
         assert (await other.collect())["num"] == 20

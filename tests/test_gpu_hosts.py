@@ -24,6 +24,7 @@ from .running import pid_of, running, up_again
 torch = pytest.importorskip("torch")
 from .graphs import tensors  # noqa: E402 - needs torch
 from .graphs.tensors import Folded, Wanted  # noqa: E402
+from .waiting import HANGS_S  # noqa: E402
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
 
@@ -69,7 +70,7 @@ async def ask(runtime: Runtime, size: int = 1000, cycles: int = 0) -> Folded:
 async def kill(runtime: Runtime, stage: str) -> None:
     pid = pid_of(runtime, stage)
     os.kill(pid, signal.SIGKILL)
-    with anyio.fail_after(5):
+    with anyio.fail_after(HANGS_S):
         while any(status.pid == pid for status in runtime.status().stages):
             await runtime._wait_change()
 
@@ -83,7 +84,7 @@ async def test_spawned_hosts_without_a_gpu(capfd: pytest.CaptureFixture[str]) ->
         found = await ask(runtime, 100_000)
         assert found.devices == ("cpu", "cpu", "cpu")
         assert found.visible == "1"
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANGS_S):
             while "through the host" not in (said := capfd.readouterr().err):
                 await anyio.sleep(0.01)
         assert "device tensors to fold go through the host, not by cuda_ipc: torch is built without CUDA" in said

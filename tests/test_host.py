@@ -37,6 +37,7 @@ from .contract.ends import Inbox
 from .graphs import words
 from .graphs.words import Counted, Line
 from .running import CPU
+from .waiting import HANGS_S
 
 pytestmark = pytest.mark.anyio
 
@@ -90,7 +91,7 @@ async def around(name: str, graph: Graph | None = None) -> AsyncIterator[Around]
         tasks.start_soon(found.host.serve, found.its_front)
         await found.heard(HostReady)
         found.host.links |= beside
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS_S):
             yield found
         found.front.send(Shutdown())
 

@@ -86,7 +86,7 @@ async def test_a_recording_holds_the_request_and_every_edge(cluster: Cluster) ->
     options = Options(seed=7, speed=1.5)
     (found,) = await recorded(asks("line", Line("a b c?"), options=options, request_id="mine"), cluster=cluster)
     assert (found.entry, found.outputs, found.request_id) == ("line", ("text", "audio", "num_words"), "mine")
-    assert (found.options, found.deadline_s, found.error, found.profile) == (options, 20.0, None, None)
+    assert (found.options, found.deadline_s, found.error, found.profile) == (options, 200.0, None, None)
     assert found.items == ((msgspec.msgpack.encode(Line("a b c?")), b""),)
     assert msgspec.json.decode(found.plan) == msgspec.json.decode(plan(words.build().spec(), cluster).to_json())
     assert abs(datetime.now(UTC) - found.began) < timedelta(seconds=30)

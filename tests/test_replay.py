@@ -24,7 +24,7 @@ from .running import CPU, INLINE
 
 pytestmark = pytest.mark.anyio
 CLUSTERS = pytest.mark.parametrize("cluster", [INLINE, CPU], ids=["inline", "processes"])
-CONFIG = RuntimeConfig(deadline_s=20.0, start_timeout_s=30.0, shm_bytes=2**24)
+CONFIG = RuntimeConfig(deadline_s=200.0, start_timeout_s=100.0, shm_bytes=2**24)
 
 
 def planned(graph: Graph, *pairs: str, cluster: Cluster = INLINE) -> Plan:

@@ -14,6 +14,7 @@ from omniflow.media import TextDelta
 from omniflow.planner import Cluster
 
 from .running import CPU, INLINE, running
+from .waiting import HANGS_S
 
 pytestmark = pytest.mark.anyio
 
@@ -117,7 +118,7 @@ async def test_a_cancelled_request_lets_go_of_its_source(cluster: Cluster) -> No
     async with running(upper(), cluster) as runtime:
         async with await runtime.submit("text", source()) as reply:
             assert (await anext(reply)).value == TextDelta("A")
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS_S):
             while not source.closed:
                 await anyio.sleep(0)
 
@@ -127,6 +128,6 @@ async def test_a_stage_that_has_enough_ends_the_request() -> None:
     async with running(upper()) as runtime:
         found = await (await runtime.submit("text", source())).collect()
         assert found["text"] == [TextDelta("A")]
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS_S):
             while not source.closed:
                 await anyio.sleep(0)

@@ -13,6 +13,7 @@ from omniflow.runtime import Runtime
 from ..conftest import hosts_below, shared_memory
 from ..graphs.paths import HOSTS, Held, num_descriptors
 from ..running import settled
+from ..waiting import HANGS_S
 
 
 class Footprint(NamedTuple):
@@ -40,7 +41,7 @@ async def ask(runtime: Runtime, entry: str, value: object, **how: Any) -> Any:
     return found
 
 
-async def quiet(runtime: Runtime, within_s: float = 5) -> dict[str, Held]:
+async def quiet(runtime: Runtime, within_s: float = HANGS_S) -> dict[str, Held]:
     """Wait until neither the runtime nor any host of the graph `paths` holds anything of a request; what they are."""
     await settled(runtime, within_s)
     until = time.monotonic() + within_s

@@ -105,6 +105,7 @@ async def one_round(runtime: Watched, dice: random.Random, how: Literal["kill", 
     for where, _, error in load.errors:
         assert where == side, f"a request on the other path failed: {error}"
         assert isinstance(error, StageDiedError) and error.stage == victim, error
+    assert max((at for _, at, _ in load.errors), default=0.0) < runtime.ready_at[victim], "nobody waits for the restart"
     assert load.finished[other] == NUM_REQUESTS // 2
     assert len(load.errors) + sum(load.finished.values()) == NUM_REQUESTS
     await quiet(runtime)

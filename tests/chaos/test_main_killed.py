@@ -1,4 +1,4 @@
-"""kill -9 of the main process, or of its whole group, at any moment: within 2 s nothing of it is left."""
+"""kill -9 of the main process, or of its group, at any moment: nothing of it is left (how soon: bench/chaos.py)."""
 
 from __future__ import annotations
 

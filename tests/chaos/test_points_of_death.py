@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -13,14 +14,17 @@ import anyio.to_thread
 import multiprocess.forkserver
 import pytest
 
+from omniflow import supervisor
 from omniflow.errors import DeadlineError, RequestError, StageDiedError, StartError
 from omniflow.graph import Restart
 from omniflow.runtime import Runtime
 
+from ..doubles import counted_turns
 from ..graphs import fork, perils
 from ..graphs.perils import Task
 from ..graphs.row import Job
 from ..running import CPU, pid_of, running, settled, unstarted, up_again
+from ..waiting import HANGS_S, until
 from .conftest import rounds
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
@@ -28,19 +32,11 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
 KIB = 2**10
 
 
-async def until(runtime: Runtime, holds: Any, within_s: float = 10) -> None:
-    with anyio.fail_after(within_s):
-        while not holds():
-            await anyio.sleep(0.001)
-
-
-async def kill(runtime: Runtime, stage: str, sign: signal.Signals = signal.SIGKILL) -> float:
-    """Kill the process of a stage; gives how long it took until the runtime had noticed."""
+async def kill(runtime: Runtime, stage: str, sign: signal.Signals = signal.SIGKILL) -> None:
+    """Kill the process of a stage, and wait until the runtime has noticed."""
     pid = pid_of(runtime, stage)
-    began = time.perf_counter()
     os.kill(pid, sign)
-    await until(runtime, lambda: all(status.pid != pid for status in runtime.status().stages))
-    return time.perf_counter() - began
+    await until(lambda: all(status.pid != pid for status in runtime.status().stages))
 
 
 async def ask(runtime: Runtime, entry: str, value: object, **how: Any) -> dict[str, Any]:
@@ -79,7 +75,7 @@ async def test_killed_again_and_again_while_it_is_set_up(dice: random.Random) ->
             for _ in range(4):
                 tasks.start_soon(asked.one, runtime, "task", Task())
             for _ in range(12):
-                await until(runtime, lambda: child.pid is not None)
+                await until(lambda: child.pid is not None)
                 await anyio.sleep(dice.choice([0, 0.001, 0.01, 0.03, 0.05]))
                 if child.state == "starting":
                     await kill(runtime, "start")
@@ -116,27 +112,28 @@ async def test_a_fork_server_that_dies_while_it_starts_a_host(dice: random.Rando
             await kill(runtime, "hold")
             await anyio.sleep(dice.random() * 0.02)
             os.kill(multiprocess.forkserver._forkserver._forkserver_pid, signal.SIGKILL)
-            await until(runtime, lambda: min(s.restarts for s in runtime.status().stages) > number)  # noqa: B023
+            await until(lambda: min(s.restarts for s in runtime.status().stages) > number)  # noqa: B023
             assert (await ask(runtime, "task", Task()))["numbers"] == [0]
 
 
-async def test_a_death_of_which_its_parent_says_nothing() -> None:
-    """The fork server is busy, or stopped: who waits for its word holds up nobody, and not for long."""
+async def test_a_death_of_which_its_parent_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server is busy, or stopped: its word is waited for by nobody for long, and not by the event loop."""
     async with running(perils.build(), CPU) as runtime:
         server = multiprocess.forkserver._forkserver._forkserver_pid
         reply = await runtime.submit("task", Task(reads=1, holds_s=30))
         await anext(reply)
+        monkeypatch.setattr(supervisor, "_TOLD_WITHIN_S", 0.5)
         os.kill(server, signal.SIGSTOP)
         try:
-            began = time.perf_counter()
-            os.kill(pid_of(runtime, "hold"), signal.SIGKILL)
-            while time.perf_counter() < began + 0.02:
-                turn = time.perf_counter()
-                await anyio.sleep(0)
-                assert time.perf_counter() - turn < 0.09, "the event loop stood still"
-            with pytest.raises(StageDiedError, match="its process is gone"):
-                await anext(reply)
-            assert time.perf_counter() - began < 1
+            child = runtime._supervisor.children["hold"]
+            process = child.process
+            os.kill(process.pid, signal.SIGKILL)
+            await until(lambda: child.silence is not None)
+            async with counted_turns() as turns:
+                with pytest.raises(StageDiedError, match="its process is gone"):
+                    await anext(reply)
+            assert turns.num > 100, "the event loop stood still"
+            assert process.exitcode is None, "its parent has said nothing yet"
         finally:
             os.kill(server, signal.SIGCONT)
         assert (await ask(runtime, "task", Task()))["numbers"] == [0]
@@ -149,7 +146,7 @@ async def test_killed_during_the_first_start() -> None:
         child = runtime._supervisor.children["start"]
 
         async def kill_it() -> None:
-            await until(runtime, lambda: child.pid is not None)  # noqa: B023
+            await until(lambda: child.pid is not None)  # noqa: B023
             await anyio.sleep(delay_s)  # noqa: B023
             os.kill(child.pid or 0, signal.SIGKILL)  # noqa: B023
 
@@ -170,11 +167,9 @@ async def test_while_a_batch_runs() -> None:
         async with anyio.create_task_group() as tasks:
             for _ in range(10):
                 tasks.start_soon(asked.one, runtime, "seconds", 0.5)
-            await until(runtime, lambda: runtime.status().in_flight == 10)
+            await until(lambda: runtime.status().in_flight == 10)
             await anyio.sleep(0.1)
             await kill(runtime, "batch")
-            began = time.perf_counter()
-        assert time.perf_counter() - began < 1
         assert asked.died() == ["batch"] * 10
         assert (await ask(runtime, "seconds", 0.0))["batched"] == 0.0
 
@@ -188,7 +183,7 @@ async def test_while_a_sender_waits_for_shared_memory(victim: str) -> None:
         async with anyio.create_task_group() as tasks:
             for _ in range(3):
                 tasks.start_soon(asked.one, runtime, "task", task)
-            await until(runtime, lambda: runtime.status().in_flight == 3)
+            await until(lambda: runtime.status().in_flight == 3)
             await anyio.sleep(0.3)
             await kill(runtime, victim)
         assert asked.died() == [victim] * 3
@@ -199,10 +194,8 @@ async def test_while_a_sender_waits_for_shared_memory(victim: str) -> None:
 
 async def test_a_sender_that_waits_for_memory_hears_of_its_deadline() -> None:
     async with running(perils.build(bound=32), CPU, shm_bytes=2**20) as runtime:
-        began = time.perf_counter()
-        with pytest.raises(DeadlineError):
-            await ask(runtime, "task", Task(num=20, size=200 * KIB, reads=5, holds_s=30), deadline_s=0.3)
-        assert time.perf_counter() - began < 0.3 + 0.2 + 0.5
+        with pytest.raises(DeadlineError), anyio.fail_after(HANGS_S):
+            await ask(runtime, "task", Task(num=20, size=200 * KIB, reads=5, holds_s=2 * HANGS_S), deadline_s=0.3)
         await settled(runtime)
         assert (await ask(runtime, "task", Task(num=20, size=200 * KIB, reads=2)))["held"] == 400 * KIB
 
@@ -228,7 +221,7 @@ async def test_what_had_left_a_host_before_it_died_arrives() -> None:
         replies = [await runtime.submit("task", Task(num=300)) for _ in range(4)]
         await anyio.sleep(0)
         victim = pid_of(runtime, "hold")
-        hold_up_the_event_loop(1.0)  # in which the hosts finish
+        hold_up_the_event_loop_while_at_work(pid_of(runtime, "start"), victim)
         os.kill(victim, signal.SIGKILL)
         hold_up_the_event_loop(0.2)
         for reply in replies:
@@ -243,12 +236,10 @@ async def test_while_a_fan_in_waits(victim: str) -> None:
         async with anyio.create_task_group() as tasks:
             for _ in range(4):
                 tasks.start_soon(asked.one, runtime, "job", Job("left", "sleep"))
-            await until(runtime, lambda: runtime.status().in_flight == 4)
+            await until(lambda: runtime.status().in_flight == 4)
             await anyio.sleep(0.1)
             await kill(runtime, victim)
-            began = time.perf_counter()
-            await until(runtime, lambda: len(asked.errors) + len(asked.found) == 4 or victim in ("start", "right"), 2)
-            assert time.perf_counter() - began < 2
+            await until(lambda: len(asked.errors) + len(asked.found) == 4 or victim in ("start", "right"))
             if not asked.errors:
                 await kill(runtime, "left")
                 victim = "left"
@@ -277,7 +268,7 @@ async def test_strategies_under_load(strategy: Any, swept: set[str], dice: rando
                 await kill(runtime, "hold")
             assert len(asked.found) + len(asked.errors) == 16
             assert set(asked.died()) <= swept
-            await until(runtime, lambda: not any(child.swept for child in runtime._supervisor.children.values()))
+            await until(lambda: not any(child.swept for child in runtime._supervisor.children.values()))
             await up_again(runtime)
             after = {stage.host: stage.pid for stage in runtime.status().stages}
             assert {host for host in after if before[host] != after[host]} == swept
@@ -294,7 +285,7 @@ async def test_all_die_at_once_where_one_would_take_along_all() -> None:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
             hold_up_the_event_loop(0.1)
-            await until(runtime, lambda: not pids & {status.pid for status in runtime.status().stages})  # noqa: B023
+            await until(lambda: not pids & {status.pid for status in runtime.status().stages})  # noqa: B023
             await up_again(runtime)
             assert len((await ask(runtime, "task", Task(num=10)))["numbers"]) == 10
 
@@ -304,20 +295,20 @@ async def test_all_die_at_once_where_one_would_take_along_all() -> None:
 
 async def test_while_it_drains() -> None:
     """The requests of the dead host end, the others are finished, and no request is left to wait for."""
-    async with running(perils.build(), CPU, drain_s=5) as runtime:
+    async with running(perils.build(), CPU, drain_s=3 * HANGS_S) as runtime:
         asked = Asked()
-        began = time.perf_counter()
-        async with anyio.create_task_group() as tasks:
-            for number in range(8):
-                entry, value = ("seconds", 0.3) if number % 2 == 0 else ("task", Task(num=2, reads=1, holds_s=30))
-                tasks.start_soon(asked.one, runtime, entry, value)
-            await until(runtime, lambda: runtime.status().in_flight == 8)
-            tasks.start_soon(runtime.drain)
-            await anyio.sleep(0.05)
-            await kill(runtime, "hold")
+        task = Task(num=2, reads=1, holds_s=2 * HANGS_S)
+        with anyio.fail_after(HANGS_S):
+            async with anyio.create_task_group() as tasks:
+                for number in range(8):
+                    entry, value = ("seconds", 0.3) if number % 2 == 0 else ("task", task)
+                    tasks.start_soon(asked.one, runtime, entry, value)
+                await until(lambda: runtime.status().in_flight == 8)
+                tasks.start_soon(runtime.drain)
+                await anyio.sleep(0.05)
+                await kill(runtime, "hold")
         assert asked.died() == ["hold"] * 4
         assert [found["batched"] for found in asked.found] == [0.3] * 4
-        assert time.perf_counter() - began < 5
 
 
 async def test_stopped_at_any_moment_of_a_restart(dice: random.Random) -> None:
@@ -336,8 +327,9 @@ async def test_a_stopped_host_is_noticed_by_its_heart() -> None:
         replies = [await runtime.submit("task", Task(num=1000)) for _ in range(4)]
         for reply in replies:
             await anext(reply)
-        waited = await kill(runtime, "hold", signal.SIGSTOP)
-        assert 0.3 < waited < 0.5 * 1.2 + 0.5
+        began = time.monotonic()
+        await kill(runtime, "hold", signal.SIGSTOP)
+        assert time.monotonic() - began > 0.3
         for reply in replies:
             with pytest.raises(StageDiedError):
                 await reply.collect()
@@ -346,18 +338,29 @@ async def test_a_stopped_host_is_noticed_by_its_heart() -> None:
 
 async def test_a_runtime_that_was_stopped_itself_kills_nobody() -> None:
     """A container that is paused, a machine that was asleep: silence while nobody listened says nothing."""
-    async with running(perils.build(), CPU, hang_s=0.3) as runtime:
+    async with running(perils.build(), CPU, hang_s=1.0) as runtime:
         hosts = [status.pid or 0 for status in runtime.status().stages]
         for host in hosts:
             os.kill(host, signal.SIGSTOP)
-        hold_up_the_event_loop(0.6)
+        hold_up_the_event_loop(2.0)
         for host in hosts:
             os.kill(host, signal.SIGCONT)
         for _ in range(3):
-            await anyio.sleep(0.1)
+            await anyio.sleep(0.2)
             assert len((await ask(runtime, "task", Task(num=10)))["numbers"]) == 10
         assert {status.restarts for status in runtime.status().stages} == {0}
 
 
 def hold_up_the_event_loop(seconds: float) -> None:
     time.sleep(seconds)
+
+
+def hold_up_the_event_loop_while_at_work(*pids: int) -> None:
+    """Until all of these processes have slept for 0.3 s, in which none waited for a core."""
+    used, since = 0, time.monotonic()
+    while time.monotonic() < since + 0.3:
+        time.sleep(0.01)
+        states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+        now = sum(int(state[11]) + int(state[12]) for state in states)
+        if now != used or {state[0] for state in states} != {"S"}:
+            used, since = now, time.monotonic()

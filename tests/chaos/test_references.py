@@ -17,6 +17,7 @@ from omniflow.runtime import Runtime
 from ..graphs import payloads
 from ..graphs.payloads import LEDGER, Block
 from ..running import running, settled
+from ..waiting import HANGS_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_collector")]
 
@@ -66,7 +67,7 @@ async def end(runtime: Runtime, block: Block, **how: Any) -> str:
 
 async def none_alive() -> None:
     """A thread may still be on its way out, a batch runs to its end. Says who holds the first that should be dead."""
-    until = time.monotonic() + 1
+    until = time.monotonic() + HANGS_S
     while (alive := LEDGER.alive()) and time.monotonic() < until:
         alive.clear()
         await anyio.sleep(0.005)

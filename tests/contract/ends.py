@@ -19,6 +19,7 @@ from omniflow.transport.cuda_ipc import CudaIpcLane, DevicePool
 from omniflow.transport.lane import Lane
 from omniflow.transport.local_object import local_pair
 from omniflow.transport.nccl import NcclLane
+from tests.waiting import HANGS_S
 
 KINDS = ["local_object", "arrow_shm", "cuda_ipc", "cuda_ipc of another GPU", "nccl"]
 """CUDA IPC runs on host memory here (host_memory.py), NCCL on gloo; on GPUs both do in test_gpus.py."""
@@ -127,7 +128,7 @@ class Ends:
             for lane, link in ((ends.lane_a, ends.a), (ends.lane_b, ends.b)):
                 if lane is not None:
                     tasks.start_soon(lane.serve, link)
-            with anyio.fail_after(20):
+            with anyio.fail_after(HANGS_S):
                 while ends.lane_a is not None and not (ends.lane_a.is_open and ends.lane_b.is_open):
                     await anyio.sleep(0.001)
             yield ends

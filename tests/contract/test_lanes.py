@@ -20,6 +20,7 @@ from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 from omniflow.transport.cuda_ipc import FREED, Arena, CudaIpcLane, DevicePool, reached
 from omniflow.transport.nccl import NcclLane
 
+from ..waiting import HANGS_S
 from .ends import Ends, Inbox, lane_of
 
 torch = pytest.importorskip("torch")
@@ -132,7 +133,7 @@ async def test_what_a_receiver_on_another_gpu_has_no_room_for_goes_through_the_h
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ends.lane_a.serve, ends.a)
         tasks.start_soon(ends.lane_b.serve, ends.b)
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS_S):
             while ends.lane_a.problem is None:
                 await anyio.sleep(0.001)
         assert ends.lane_a.problem == "there is none"
@@ -433,7 +434,7 @@ async def test_another_process_is_killed_and_the_next_one_serves(kind: str, live
             for seq in range(1, 10):
                 link.send_item(5, 1, seq, torch.zeros(100_000))
             process.kill()
-            with anyio.fail_after(5):
+            with anyio.fail_after(HANGS_S):
                 await inbox.closed.wait()
             assert (lane.pool.blocks_in_use, link.statistics().blocks_held) == (0, 0)
             assert got.sum() == number * 100_000
@@ -558,7 +559,7 @@ async def test_where_there_is_no_nccl_both_ends_know_at_once() -> None:
     async with anyio.create_task_group() as tasks:
         for link in (ends.a, ends.b):
             tasks.start_soon(link._lane.serve, link)
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANGS_S):
             await ends.a._lane.settled()
             await ends.b._lane.settled()
         assert ends.a._lane.problem is not None and "NCCL" in ends.a._lane.problem

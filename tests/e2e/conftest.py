@@ -16,6 +16,8 @@ import httpx
 import openai
 import pytest
 
+from tests.waiting import HANGS_S
+
 ROOT = Path(__file__).parents[2]
 _START_S = 240
 """The first start fetches and converts weights."""
@@ -33,7 +35,7 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", **{"max_retries": 0, **kwargs})  # type: ignore[arg-type]
 
     def health(self) -> dict[str, object]:
-        return httpx.get(f"{self.url}/health").json()  # type: ignore[no-any-return]
+        return httpx.get(f"{self.url}/health", timeout=HANGS_S).json()  # type: ignore[no-any-return]
 
     def pid_of(self, stage: str) -> int:
         """The process that runs `stage`."""
@@ -41,7 +43,7 @@ class Server:
         assert isinstance(stages, list)
         return next(entry["pid"] for entry in stages if entry["name"] == stage)  # type: ignore[no-any-return]
 
-    def wait_until(self, what: str, holds: object, within_s: float = 20.0) -> None:
+    def wait_until(self, what: str, holds: object, within_s: float = HANGS_S) -> None:
         """Wait for something that other processes bring about."""
         assert callable(holds)
         end = time.monotonic() + within_s
@@ -75,7 +77,7 @@ def serving(folder: Path, *options: str, environment: Mapping[str, str] | None =
         running.wait_until(f"the server is up; its log: {log}", lambda: _is_up(running, log), _START_S)
         yield running
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, log.read_text()
+        assert process.wait(HANGS_S) == 0, log.read_text()
         assert set(os.listdir("/dev/shm")) == shm_before
     finally:
         process.kill()
@@ -91,6 +93,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def _is_up(server: Server, log: Path) -> bool:
     assert server.process.poll() is None, log.read_text()
     try:
-        return httpx.get(f"{server.url}/health").status_code == 200
+        return httpx.get(f"{server.url}/health", timeout=HANGS_S).status_code == 200
     except httpx.TransportError:
         return False

@@ -15,6 +15,7 @@ import httpx
 import pydantic
 
 from tests.e2e.conftest import Server
+from tests.waiting import HANGS_S
 
 STORY: Any = [{"role": "user", "content": "Tell me a very long story."}]
 COUNT: Any = [{"role": "user", "content": "Count from one to five."}]
@@ -54,7 +55,7 @@ def leave_somewhere(server: Server, seed: int) -> None:
 
 
 def in_flight(server: Server) -> float:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{server.url}/metrics", timeout=HANGS_S).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if "in_flight" in line and not line.startswith("#"))
 
 

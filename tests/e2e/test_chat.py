@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -18,6 +17,7 @@ import pytest
 
 from tests.e2e.conftest import Server
 from tests.e2e.hearing import heard, heard_pcm, word_errors
+from tests.waiting import HANGS_S
 
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -32,7 +32,7 @@ def test_answers(server: Server) -> None:
 
 def test_metrics_tell_what_the_engines_hold(server: Server) -> None:
     def held(gauge: str) -> dict[str, float]:
-        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{server.url}/metrics", timeout=HANGS_S).text.splitlines()
         found = (re.fullmatch(rf'omniflow_engine_{gauge}{{.*stage="(.*)"}} (.*)', line) for line in lines)
         return {each[1]: float(each[2]) for each in found if each}
 
@@ -267,11 +267,19 @@ def test_a_prompt_of_200_kb_is_refused_and_harms_nobody(server: Server) -> None:
 def test_disconnect_while_thinking_cancels(server: Server) -> None:
     messages = [{"role": "user", "content": "Tell me a very long story."}]
     body = {"model": "ming_omni", "messages": messages, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=30) as reply:
+    before = num_cancelled(server)
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=HANGS_S) as reply:
         pieces = reply.iter_raw()
         next(pieces)
         assert server.health()["in_flight"] == 1
-    server.wait_until("nothing is in flight", lambda: server.health()["in_flight"] == 0, 2.0)
+    server.wait_until("nothing is in flight", lambda: server.health()["in_flight"] == 0)
+    assert num_cancelled(server) == before + 1, "it did not come to its end"
+
+
+def num_cancelled(server: Server) -> float:
+    counter = 'omniflow_requests_total{endpoint="chat.completions",outcome="cancelled"} '
+    lines = httpx.get(f"{server.url}/metrics", timeout=HANGS_S).text.splitlines()
+    return sum(float(line.removeprefix(counter)) for line in lines if line.startswith(counter))
 
 
 def test_killed_thinker_is_an_error_and_comes_back(server: Server) -> None:
@@ -283,8 +291,6 @@ def test_killed_thinker_is_an_error_and_comes_back(server: Server) -> None:
         for number, _ in enumerate(stream):
             if number == 2:
                 os.kill(pid, signal.SIGKILL)
-                began = time.monotonic()
-    assert time.monotonic() - began < 2
     again = server.client().chat.completions.create(model="ming_omni", messages=CAPITAL, temperature=0)  # type: ignore[arg-type]
     assert "Paris" in (again.choices[0].message.content or "")
     assert server.pid_of("thinker") != pid

@@ -24,6 +24,7 @@ from websockets.sync.client import connect
 
 from actors.ming.tiny import SAID
 from tests.e2e.conftest import Server, serving
+from tests.waiting import HANGS_S
 
 TEXT = "The children built a small boat. After dinner they played cards."
 
@@ -154,7 +155,7 @@ def test_speech_is_the_same_alone_beside_others_and_streamed(tiny: Server) -> No
     assert len(set(together.values())) == 6
     body = {"model": "ming_omni", "input": TEXT, "response_format": "wav", "seed": 3, "stream_format": "sse"}
     streamed = b""
-    with httpx.stream("POST", f"{tiny.url}/v1/audio/speech", json=body, timeout=30) as reply:
+    with httpx.stream("POST", f"{tiny.url}/v1/audio/speech", json=body, timeout=HANGS_S) as reply:
         for line in reply.iter_lines():
             event = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {}
             streamed += base64.b64decode(event.get("audio", ""))
@@ -177,7 +178,7 @@ def test_a_spoken_answer_is_the_same_beside_others(tiny: Server) -> None:
 
 
 def test_it_speaks_with_the_voices_of_its_checkpoint(tiny: Server) -> None:
-    listed = httpx.get(f"{tiny.url}/v1/audio/voices").json()
+    listed = httpx.get(f"{tiny.url}/v1/audio/voices", timeout=HANGS_S).json()
     assert {"DB30", "low"} <= set(re.findall(r"\w+", json.dumps(listed)))
     assert speech(tiny, 3, "DB30") == speech(tiny, 3)  # a voice of OpenAI's is the checkpoint's first
     assert speech(tiny, 3, "low") != speech(tiny, 3)
@@ -193,18 +194,18 @@ def test_it_learns_a_voice_from_a_recording(tiny: Server, folder: Path) -> None:
     body = {"model": "ming_omni", "input": TEXT, "response_format": "wav", "seed": 3}
 
     def cloned(**fields: str) -> bytes:
-        return httpx.post(f"{tiny.url}/v1/audio/speech", json=body | fields, timeout=30).content
+        return httpx.post(f"{tiny.url}/v1/audio/speech", json=body | fields, timeout=HANGS_S).content
 
     wanted = speech(tiny, 3, "low")
     assert cloned(ref_audio=f"data:audio/wav;base64,{sample}", ref_text=SAID) == wanted
     assert cloned(ref_audio=sample) not in (wanted, speech(tiny, 3))
     files = {"audio_sample": ("me.wav", recording.read_bytes(), "audio/wav")}
     form = {"name": "me", "consent": "yes", "ref_text": SAID}
-    assert httpx.post(f"{tiny.url}/v1/audio/voices", data=form, files=files, timeout=30).json()["id"] == "me"
+    assert httpx.post(f"{tiny.url}/v1/audio/voices", data=form, files=files, timeout=HANGS_S).json()["id"] == "me"
     assert speech(tiny, 3, "me") == wanted
     spoken: dict[str, Any] = {"modalities": ["text", "audio"], "audio": {"voice": "me", "format": "wav"}}
     assert tiny.client().chat.completions.create(**asked(MEDIA[0], **spoken)).choices[0].message.audio is not None
-    short = httpx.post(f"{tiny.url}/v1/audio/speech", json=body | {"ref_audio": wav(0.5)}, timeout=30)
+    short = httpx.post(f"{tiny.url}/v1/audio/speech", json=body | {"ref_audio": wav(0.5)}, timeout=HANGS_S)
     assert short.status_code == 400 and short.json()["error"]["param"] == "ref_audio"
     assert "a recording of 0.5 s is not taken; send 1 to 30 s" in short.json()["error"]["message"]
 
@@ -215,7 +216,7 @@ def test_a_killed_talker_fails_its_request_and_comes_back(tiny: Server) -> None:
     body = {"model": "ming_omni", "input": TEXT * 20, "response_format": "pcm"}
     with (
         pytest.raises(httpx.RemoteProtocolError),
-        httpx.stream("POST", f"{tiny.url}/v1/audio/speech", json=body, timeout=30) as reply,
+        httpx.stream("POST", f"{tiny.url}/v1/audio/speech", json=body, timeout=HANGS_S) as reply,
     ):
         for number, _ in enumerate(reply.iter_raw()):
             if number == 1:
@@ -244,7 +245,7 @@ def test_tools_of_a_realtime_session_are_an_error_event(tiny: Server) -> None:
         socket.send(json.dumps({"type": "response.create"}))
         events: list[dict[str, Any]] = []
         while not events or events[-1]["type"] != "response.done":
-            events.append(json.loads(socket.recv(timeout=30)))
+            events.append(json.loads(socket.recv(timeout=HANGS_S)))
     (error,) = [event["error"] for event in events if event["type"] == "error"]
     assert error["param"] == "tools" and "knows no tools" in error["message"]
     assert events[-1]["response"]["status_details"]["error"] == error

@@ -15,6 +15,7 @@ import soundfile
 
 from tests.e2e.conftest import Server
 from tests.e2e.hearing import heard, word_errors
+from tests.waiting import HANGS_S
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
@@ -93,7 +94,7 @@ def test_killed_stage_fails_its_request_and_comes_back(server: Server, stage: st
     pid = server.pid_of(stage)
     with (
         pytest.raises(httpx.RemoteProtocolError),
-        httpx.stream("POST", f"{server.url}/v1/audio/speech", json=body, timeout=30) as reply,
+        httpx.stream("POST", f"{server.url}/v1/audio/speech", json=body, timeout=HANGS_S) as reply,
     ):
         for number, _ in enumerate(reply.iter_raw()):
             if number == 1:
@@ -108,7 +109,7 @@ def test_killed_stage_fails_its_request_and_comes_back(server: Server, stage: st
 
 def test_disconnect_cancels_in_every_stage(server: Server) -> None:
     body = {"model": "ming_omni", "input": "This sentence goes on for a while. " * 50, "response_format": "pcm"}
-    with httpx.stream("POST", f"{server.url}/v1/audio/speech", json=body, timeout=30) as reply:
+    with httpx.stream("POST", f"{server.url}/v1/audio/speech", json=body, timeout=HANGS_S) as reply:
         pieces = reply.iter_raw()  # kept: a collected iterator would close the reply
         next(pieces)
         assert server.health()["in_flight"] == 1

@@ -25,6 +25,7 @@ from omniflow.errors import (
 )
 from omniflow.media import TokenLogprob
 from tests.engine.tiny import CONTEXT, HIDDEN, ids_of, prompt, request, run, tiny_llama
+from tests.waiting import HANGS_S
 
 pytestmark = pytest.mark.anyio
 
@@ -204,7 +205,7 @@ class LateEngine(CountingEngine):
 @pytest.mark.parametrize("gather_s", [0.0, 1e9])
 async def test_what_an_idle_engine_holds_is_known(gather_s: float) -> None:
     async with running(LateEngine, gather_s=gather_s) as loop:
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS_S):
             while loop.stats != EngineStats(0, 0, 0, 100):  # before any request
                 await anyio.sleep(0.001)
             async with loop.generate(request("a", [1], max_tokens=3)) as outputs:
@@ -218,7 +219,7 @@ async def test_what_an_engine_holds_is_known_while_its_first_step_goes_on() -> N
     engine = CountingEngine()
     engine.gate.clear()
     async with running(lambda: engine) as loop, loop.generate(request("a", [1], max_tokens=1)) as outputs:
-        with anyio.fail_after(2):
+        with anyio.fail_after(HANGS_S):
             while loop.stats.num_running != 1:
                 await anyio.sleep(0.001)
         assert engine.num_steps == 0
@@ -318,7 +319,7 @@ async def test_no_request_outlives_its_generation(ids: list[int]) -> None:
         gc.disable()
         try:
             rows = await generate(loop)
-            with anyio.fail_after(5):
+            with anyio.fail_after(HANGS_S):
                 while rows() is not None:
                     await anyio.sleep(0.001)
         finally:

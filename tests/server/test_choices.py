@@ -16,6 +16,7 @@ from omniflow.runtime import Runtime
 from omniflow.server.app import build_app
 from omniflow.server.serve import serve
 
+from ..waiting import HANGS_S
 from .scripted import parrot_plan
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +27,7 @@ async def served(**config: Any) -> AsyncIterator[tuple[Runtime, httpx.AsyncClien
     async with (
         Runtime(parrot_plan(), RuntimeConfig(**config)) as runtime,
         serve(build_app(runtime, model="parrot"), port=0) as address,
-        httpx.AsyncClient(base_url=address.url) as client,
+        httpx.AsyncClient(base_url=address.url, timeout=HANGS_S) as client,
     ):
         yield runtime, client
 
@@ -36,7 +37,7 @@ def body(text: str, **more: Any) -> dict[str, Any]:
 
 
 async def until(holds: Any) -> None:
-    with anyio.fail_after(5):
+    with anyio.fail_after(HANGS_S):
         while not holds():
             await anyio.sleep(0.001)
 

@@ -19,6 +19,7 @@ from omniflow.runtime import Output
 from omniflow.server.app import build_app
 from omniflow.server.serve import Address, serve
 
+from ..waiting import HANGS_S
 from .scripted import HELLO, ScriptedRuntime, tone
 
 pytestmark = pytest.mark.anyio
@@ -81,7 +82,7 @@ class Wire:
 
     async def receive(self) -> bytes:
         """What comes next; empty at the end."""
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS_S):
             try:
                 return await self.stream.receive()
             except (anyio.EndOfStream, anyio.BrokenResourceError):
@@ -240,7 +241,7 @@ async def test_a_body_that_does_not_come_is_a_408(address: Address, wire: Wire) 
 async def test_a_refused_body_is_not_read_for_ever(address: Address, wire: Wire) -> None:
     await wire.stream.send(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
     assert error_of(await wire.reply()) == (404, "not_found")
-    with pytest.raises(anyio.BrokenResourceError), anyio.fail_after(5):
+    with pytest.raises(anyio.BrokenResourceError), anyio.fail_after(HANGS_S):
         while True:
             await wire.stream.send(b"1\r\nx\r\n")
             await anyio.sleep(0.01)
@@ -266,7 +267,7 @@ async def test_a_client_that_does_not_read_is_let_go(runtime: ScriptedRuntime, a
     connection.connect((address.host, address.port))
     with connection:
         connection.send(b"POST /v1/audio/speech HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS_S):
             while not runtime.replies:
                 await anyio.sleep(0.001)
             await runtime.replies[0].left.wait()

@@ -31,6 +31,7 @@ from omniflow.server.logs import Fields, JsonFormatter
 from omniflow.server.serve import serve, tls_context
 from omniflow.telemetry import Metrics
 
+from ..waiting import HANGS_S
 from .scripted import ScriptedRuntime, parrot_plan
 
 HI: Any = [{"role": "user", "content": "one two"}]
@@ -95,7 +96,7 @@ async def test_the_sdk_talks_over_tls_with_a_key(certificate: Certificate) -> No
                 await sdk.with_options(api_key="wrong").chat.completions.create(model="p", messages=HI)
             assert refused.value.code == "invalid_api_key"
         # Who speaks no TLS gets no reply, and does no harm.
-        async with httpx.AsyncClient(verify=certificate.trust) as client:
+        async with httpx.AsyncClient(verify=certificate.trust, timeout=HANGS_S) as client:
             with pytest.raises(httpx.RemoteProtocolError):
                 await client.get(address.url.replace("https", "http") + "/live")
             assert (await client.get(f"{address.url}/live")).status_code == 200
@@ -223,7 +224,7 @@ async def test_the_address_that_a_trusted_proxy_tells_is_logged(
     caplog.set_level(logging.INFO, "omniflow.access")
     config = ServerConfig(port=0, trusted_proxies=trusted)
     app = build_app(ScriptedRuntime(), model="tiny", config=config)  # type: ignore[arg-type]
-    async with serve(app, config) as address, httpx.AsyncClient() as client:
+    async with serve(app, config) as address, httpx.AsyncClient(timeout=HANGS_S) as client:
         await client.get(f"{address.url}/nowhere", headers={"x-forwarded-for": "10.1.2.3"})
     assert [f" client={logged}" in line for line in caplog.messages if "path=/nowhere" in line] == [True]
 
@@ -311,7 +312,7 @@ async def test_a_websocket_needs_a_key_by_header_subprotocol_or_secret(caplog: p
             await socket.send("leave")
             await socket.wait_closed()
             assert socket.close_code == 1013
-        with anyio.fail_after(2):
+        with anyio.fail_after(HANGS_S):
             while len(lines := [line for line in caplog.messages if "path=/echo" in line]) < 7:
                 await anyio.sleep(0.01)
     assert [line.split("status=")[1].split(" ")[0] for line in lines[:2]] == ["401", "401"]

@@ -27,6 +27,7 @@ from omniflow.server.app import build_app
 from omniflow.server.encoders import pcm16, wav_header
 from omniflow.server.serve import Address, serve
 
+from ..waiting import HANGS_S
 from .scripted import ScriptedRuntime
 from .sound import RATE_HZ, encoded
 
@@ -386,13 +387,13 @@ async def leave_somewhere(address: Address, rng: random.Random) -> None:
 
 async def test_who_leaves_an_upload_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async with Runtime(ear_plan()) as runtime, serve(build_app(runtime, model="ear"), port=0) as address:
-        async with httpx.AsyncClient(base_url=address.url) as client:
+        async with httpx.AsyncClient(base_url=address.url, timeout=HANGS_S) as client:
             await write(client)
             before = len(os.listdir("/proc/self/fd"))
             async with anyio.create_task_group() as tasks:
                 for seed in range(30):
                     tasks.start_soon(leave_somewhere, address, random.Random(seed))
-            with anyio.fail_after(3):
+            with anyio.fail_after(HANGS_S):
                 while runtime.status().in_flight or len(os.listdir("/proc/self/fd")) > before:
                     await anyio.sleep(0.01)
             assert (await write(client)).json()["text"] == HEARD

@@ -17,6 +17,7 @@ from omniflow.messages import Beat, Cancel, Connect, Message
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 
 from ..contract.ends import Inbox
+from ..waiting import HANGS_S
 
 pytestmark = pytest.mark.anyio
 
@@ -138,7 +139,7 @@ async def test_a_slow_peer_gets_full_datagrams_in_order(pair: Pair) -> None:
             await pending
 
         tasks.start_soon(send_last)
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS_S):
             while len(got) <= number:
                 for messages in pair.datagrams():
                     got += [item.seq for item in messages]

@@ -14,6 +14,7 @@ from omniflow.errors import ContextLengthError, ProtocolError
 from omniflow.media import AudioChunk, Latents
 from tests.actors.ming.reference import CHECKPOINT, CONFIG, expected, weights
 from tests.doubles import ListEmit, ListStream, context
+from tests.waiting import HANGS_S
 
 pytestmark = pytest.mark.anyio
 LATENTS = expected()["vae.latents"].numpy()
@@ -119,7 +120,7 @@ async def test_where_there_are_slots_segments_wait_for_one_and_leave_it() -> Non
     actor._places.total_tokens = 1
     async with anyio.create_task_group() as group:  # one who does not listen, and one who does
         group.start_soon(actor.run, ListStream(parts(LATENTS[:16])), Deaf(), context())
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS_S):
             assert np.abs(samples_of(await sound(actor, parts(LATENTS[:16]))) - alone[0][: 16 * 392]).max() <= 1e-5
         group.cancel_scope.cancel()
     assert sorted(slots._free) == [0, 1] and not actor._places.borrowed_tokens

@@ -22,6 +22,7 @@ from omniflow.runtime import Runtime
 from omniflow.server.realtime.sockets import Sockets
 from omniflow.server.serve import Address
 
+from ...waiting import HANGS_S
 from .machine import Reader
 
 MANUAL = {"type": "realtime", "audio": {"input": {"turn_detection": None}}}
@@ -99,7 +100,7 @@ class Client:
         await self.socket.send(json.dumps({"type": kind, **fields}))
 
     async def next(self) -> dict[str, Any]:
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANGS_S):
             event: dict[str, Any] = json.loads(await self.socket.recv())
         self.reader.read(event)
         self.events.append(event)
@@ -155,10 +156,10 @@ class Scene:
 
     async def settled(self) -> None:
         """Nothing of any session is left."""
-        with anyio.fail_after(5):
+        with anyio.fail_after(HANGS_S):
             while self.sockets.num_open or self.runtime.status().in_flight:
                 await anyio.sleep(0.005)
 
     async def metrics(self) -> str:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=HANGS_S) as client:
             return (await client.get(f"{self.address.url}/metrics")).text

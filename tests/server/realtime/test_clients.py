@@ -15,6 +15,7 @@ import pytest
 from omniflow.client import realtime
 from omniflow.client.connection import Server
 
+from ...waiting import HANGS_S
 from .scene import Scene
 
 pytestmark = pytest.mark.anyio
@@ -37,7 +38,7 @@ async def test_the_sdk(scene: Scene) -> None:
         await connection.input_audio_buffer.commit()
         await connection.response.create(response={"metadata": {"topic": "test"}})
         texts, num_bytes = "", 0
-        with anyio.fail_after(10):
+        with anyio.fail_after(HANGS_S):
             async for event in connection:
                 if event.type == "response.output_audio_transcript.delta":
                     texts += event.delta
@@ -89,7 +90,7 @@ async def test_openai_agents(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> N
     runner = speaking.RealtimeRunner(agent, config={"model_settings": settings})
     session = await runner.run(model_config={"api_key": "none", "url": scene.url()})
     kinds, sound = [], b""
-    with anyio.fail_after(20):
+    with anyio.fail_after(HANGS_S):
         async with session:
             await session.send_message("call")
             async for event in session:
@@ -109,7 +110,7 @@ async def test_the_load_generator(scene: Scene, interrupt: bool) -> None:
     """Turns by hand, where an interruption is a cancel: the answer to 11 s of sound never ends by itself."""
     server = Server(f"{scene.address.url}/v1")
     speech = np.zeros(24000 * (11 if interrupt else 1), "<i2").tobytes()
-    with anyio.fail_after(10):
+    with anyio.fail_after(HANGS_S):
         async with realtime.session(server, "scripted", "manual", 100) as socket:
             turn = await realtime.spoken_turn(socket, speech, "manual", 0.2 if interrupt else None)
     assert turn.error is None and turn.times.audio_s >= 0.2

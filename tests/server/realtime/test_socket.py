@@ -18,12 +18,13 @@ from websockets.asyncio.client import connect
 from omniflow.config import ServerConfig
 from omniflow.errors import WeightsError
 
+from ...waiting import HANGS_S
 from .scene import MANUAL, TEXT, Client, Scene
 
 pytestmark = pytest.mark.anyio
 
 
-async def until(condition: Callable[[], bool], within_s: float = 5) -> None:
+async def until(condition: Callable[[], bool], within_s: float = HANGS_S) -> None:
     with anyio.fail_after(within_s):
         while not condition():
             await anyio.sleep(0.002)
@@ -31,7 +32,7 @@ async def until(condition: Callable[[], bool], within_s: float = 5) -> None:
 
 async def closed_with(client: Client) -> tuple[int | None, str]:
     """Code and reason of the close that comes next."""
-    with anyio.fail_after(5), pytest.raises(websockets.ConnectionClosed):
+    with anyio.fail_after(HANGS_S), pytest.raises(websockets.ConnectionClosed):
         while True:
             client.events.append(json.loads(await client.socket.recv()))
     return client.socket.close_code, client.socket.close_reason or ""
@@ -222,7 +223,7 @@ async def test_a_drain_is_bounded(scene: Scene) -> None:
     async with scene.client() as client:
         await client.ask("wait")
         await client.until("response.output_audio.delta")
-        with anyio.fail_after(2):
+        with anyio.fail_after(HANGS_S):
             await scene.sockets.drain(0.1)
         assert scene.sockets.num_open == 1
 
@@ -288,7 +289,7 @@ async def test_keys_and_client_secrets(scene: Scene, caplog: pytest.LogCaptureFi
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     url, headers = f"{scene.address.url}/v1/realtime/client_secrets", {"authorization": "Bearer sk-right"}
     session = {"type": "realtime", "instructions": "Be brief.", **TEXT}
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=HANGS_S) as http:
         assert (await http.post(url, json={})).status_code == 401
         wanted = {"session": session, "expires_after": {"anchor": "created_at", "seconds": 60}}
         issued = (await http.post(url, json=wanted, headers=headers)).json()
