@@ -30,8 +30,8 @@ from omniflow.transport.slabs import BlockPool
 if TYPE_CHECKING:
     import torch
 
-_BROKEN = "broken"
-"""The note of a sender that could not send what a message has promised."""
+_HERE, _BROKEN = "here", "broken"
+"""The notes of a receiver that is there, and of a sender that could not send what a message has promised."""
 
 
 class InFlight(BlockPool):
@@ -78,9 +78,10 @@ class NcclLane(Lane):
         self.device_type = "cuda" if backend == "nccl" else "cpu"
         self._backend = backend
         self._offered = anyio.Event()
+        self._met = anyio.Event()
+        """Our receiver is there, or will not be."""
         self._out: Way | None = None
         self._in: Way | None = None
-        self._early: list[LaneNote] = []
         self._coming: deque[tuple[Any, Origin]] = deque()
         """Receives that may not be through yet."""
         self._closed = False
@@ -90,15 +91,10 @@ class NcclLane(Lane):
         self._port = port
         async with anyio.create_task_group() as tasks:
             if self.sends and not self._closed:
-                self._out = self._way(SENDER, port)
                 port.send(LaneOffer(self.kind))
-                tasks.start_soon(self._open_out, self._out, port)
+                tasks.start_soon(self._open_out, port)
             if self.receives:
-                await self._offered.wait()
-                if not self._closed:
-                    self._in = self._way(RECEIVER, port)
-                    self._hear_early()
-                    await self._open_in(self._in, port)
+                tasks.start_soon(self._open_in, port)
 
     def _way(self, rank: int, port: LanePort) -> Way:
         loop = asyncio.get_running_loop()
@@ -108,13 +104,21 @@ class NcclLane(Lane):
 
         return (NcclWay if self._backend == "nccl" else GlooWay)(rank, Notes(tell))
 
-    async def _open_out(self, way: Way, port: LanePort) -> None:
-        problem = await anyio.to_thread.run_sync(_opened, way, abandon_on_cancel=True)
+    async def _open_out(self, port: LanePort) -> None:
+        await self._met.wait()  # it may load its weights for minutes
+        if self._out is None:
+            return
+        problem = await anyio.to_thread.run_sync(_opened, self._out, abandon_on_cancel=True)
         if problem is not None and not self._closed:
             self.refuse(problem, port.peer)
             port.send(LaneNote(True, _BROKEN, b""))  # the receiver waits for the other end
 
-    async def _open_in(self, way: Way, port: LanePort) -> None:
+    async def _open_in(self, port: LanePort) -> None:
+        await self._offered.wait()
+        if self._closed:
+            return
+        way = self._in = self._way(RECEIVER, port)
+        port.send(LaneNote(False, _HERE, b""))
         problem = await anyio.to_thread.run_sync(_opened, way, abandon_on_cancel=True)
         if not self._closed:
             port.send(LaneAnswer(problem))
@@ -127,21 +131,23 @@ class NcclLane(Lane):
         way = self._in if note.incoming else self._out
         if note.key == _BROKEN:
             self._break_in("the other end could not send")
+        elif note.key == _HERE:
+            self._meet()
         elif way is not None:
             way.notes.put(note.key, note.value)
-        elif not self._closed:
-            self._early.append(note)
+
+    def _meet(self) -> None:
+        if self._port is not None and self.problem is None and not self._closed:
+            self._out = self._way(SENDER, self._port)
+        self._met.set()
 
     def on_answer(self, answer: LaneAnswer, peer: str, descriptors: Sequence[int] = ()) -> None:
         super().on_answer(answer, peer)
-        if answer.problem is not None and self._out is not None:
-            _abort_soon(self._out)
-            self._out = None
-
-    def _hear_early(self) -> None:
-        early, self._early = self._early, []
-        for note in early:
-            self.on_note(note)
+        if answer.problem is not None:
+            self._met.set()
+            out, self._out = self._out, None
+            if out is not None:
+                _abort_soon(out)
 
     def takes(self, size: int) -> bool:
         return size <= self.pool.limit_bytes
@@ -194,6 +200,7 @@ class NcclLane(Lane):
         self._closed, self.is_open = True, False
         self._decided.set()
         self._offered.set()
+        self._met.set()
         for way in (self._out, self._in):
             if way is not None:
                 _abort_soon(way)
