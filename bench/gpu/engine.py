@@ -3,8 +3,6 @@
     llama    EngineLoop and SGLangEngine, as an actor drives them, against SGLang's own scheduler loop in one process
     steps    where the time of a step goes on the actor's way: SGLang, our engine around it, our loop, and the readers
     sglang   sgl.Engine, which streams through processes of its own: the same model, prompts and settings
-    talker   a talker-shaped mixture of experts with a depth head: CUDA graphs, eager, and what its memory would allow
-    budgets  two engines and a codec on one GPU, started in several orders and at once: what each holds
 
 Weights are random, bf16, but those of `--sizes smollm2` (with `--smollm2 FOLDER`). Every figure is the median of
 `--rounds`; the loops that are compared are interleaved.
@@ -15,35 +13,33 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from actors.thinker import GATHER_S
-from omniflow.devices import Gpus, cap_memory
+from actors.catalogue import PACKAGED
+from actors.stage import GATHER_S
+from bench.gpu.report import Report
 from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.loop import Command, EngineLoop
+from omniflow.weights import resolve
 
 LLAMAS = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
+VOCAB_SIZE = 128256
 PROMPT_TOKENS = 128
 
 
 def model_settings(size: str, folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """SGLang's settings for the model and where its weights come from."""
     if size == "smollm2":
-        return {"model_path": str(arguments.smollm2), "dtype": "bfloat16"}
+        return {"model_path": str(resolve(arguments.smollm2, PACKAGED).fetch()), "dtype": "bfloat16"}
     return {"model_path": str(llama_folder(size, folder)), "load_format": "dummy", "dtype": "bfloat16"}
 
 
@@ -52,7 +48,7 @@ def llama_folder(size: str, folder: str) -> Path:
     config = shape | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": 128256,
+        "vocab_size": VOCAB_SIZE,
         "num_key_value_heads": 8,
         "head_dim": shape["hidden_size"] // shape["num_attention_heads"],
         "max_position_embeddings": 8192,
@@ -171,58 +167,49 @@ class Rounds:
         return await actor_round(self._loop, self._prompts(batch), tokens)
 
 
-async def compare(rounds: Rounds, batches: list[int], tokens: int, count: int) -> dict[str, Any]:
-    alone = [(await rounds.bare(1, 4), await rounds.actor(1, 4)) for _ in range(5 * count + 2)][2:]
+async def compare(rounds: Rounds, size: str, arguments: argparse.Namespace, report: Report) -> None:
+    alone = [(await rounds.bare(1, 4), await rounds.actor(1, 4)) for _ in range(5 * arguments.rounds + 2)][2:]
     firsts = {
         name: statistics.median(pair[at]["ttft_ms"] for pair in alone) for at, name in enumerate(("bare", "actor"))
     }
-    results: dict[str, Any] = {"ttft_alone_ms": firsts | {"added": firsts["actor"] - firsts["bare"]}}
-    print(json.dumps(results), flush=True)
-    for batch in batches:
-        pairs = [(await rounds.bare(batch, tokens), await rounds.actor(batch, tokens)) for _ in range(count + 1)][1:]
+    report.add({"ttft_alone_ms": firsts | {"added": firsts["actor"] - firsts["bare"]}}, size)
+    for batch in arguments.batches:
+        pairs = [
+            (await rounds.bare(batch, arguments.tokens), await rounds.actor(batch, arguments.tokens))
+            for _ in range(arguments.rounds + 1)
+        ][1:]
         medians = {"bare": median_of([bare for bare, _ in pairs]), "actor": median_of([actor for _, actor in pairs])}
         medians["ratio"] = {"tokens_per_s": medians["actor"]["tokens_per_s"] / medians["bare"]["tokens_per_s"]}
-        results[str(batch)] = medians
-        print(batch, json.dumps(medians), flush=True)
-    return results
+        report.add(medians, size, str(batch))
 
 
 def median_of(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
 
 
-def llama(arguments: argparse.Namespace) -> dict[str, Any]:
-    results = {}
-    for size in arguments.sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            results[size] = asyncio.run(llama_rounds(model_settings(size, folder, arguments), arguments))
-    return results
-
-
-async def llama_rounds(model: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+async def loop_of(model: dict[str, Any], arguments: argparse.Namespace) -> tuple[EngineLoop, Any]:
+    """A loop that has started, as an actor has it, and its engine."""
     from omniflow.engine.sglang import load_engine
 
-    engines = []
+    engines: list[Any] = []
+    settings = {name: value for name, value in model.items() if name != "model_path"}
 
     def build() -> Any:
-        engines.append(
-            load_engine(
-                Path(model["model_path"]),
-                max_running=max(arguments.batches),
-                kv_tokens=arguments.kv_tokens,
-                gather_s=GATHER_S,
-                **{name: value for name, value in model.items() if name != "model_path"},
-            )
-        )
+        limits: Any = {"max_running": max(arguments.batches), "kv_tokens": arguments.kv_tokens, "gather_s": GATHER_S}
+        engines.append(load_engine(Path(model["model_path"]), **limits, **settings))
         return engines[0]
 
     loop = EngineLoop(build, gather_s=GATHER_S)
     begin = time.perf_counter()
     await loop.setup()
     print(f"built in {time.perf_counter() - begin:.1f} s, imports included", flush=True)
-    results = await compare(Rounds(loop, engines.pop()), arguments.batches, arguments.tokens, arguments.rounds)
+    return loop, engines.pop()
+
+
+async def llama(size: str, model: dict[str, Any], arguments: argparse.Namespace, report: Report) -> None:
+    loop, engine = await loop_of(model, arguments)
+    await compare(Rounds(loop, engine), size, arguments, report)
     await loop.close()
-    return results
 
 
 class Watched:
@@ -270,70 +257,42 @@ class Watched:
         return {name: round(value, 1) for name, value in middle.items()}
 
 
-async def steps_of(model: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    from omniflow.engine.sglang import load_engine
-
-    engines: list[Any] = []
-
-    def build() -> Any:
-        settings = {name: value for name, value in model.items() if name != "model_path"}
-        limits: Any = {"max_running": max(arguments.batches), "kv_tokens": arguments.kv_tokens, "gather_s": GATHER_S}
-        engines.append(load_engine(Path(model["model_path"]), **limits, **settings))
-        return engines[0]
-
-    loop = EngineLoop(build, gather_s=GATHER_S)
-    await loop.setup()
-    watched = Watched(loop, engines.pop())
-    results: dict[str, Any] = {}
+async def steps(size: str, model: dict[str, Any], arguments: argparse.Namespace, report: Report) -> None:
+    loop, engine = await loop_of(model, arguments)
+    watched = Watched(loop, engine)
     for batch in arguments.batches:
         await actor_round(loop, prompts(batch, 0), 32)
         watched.take()
         found = await actor_round(loop, prompts(batch, 1), arguments.tokens)
-        results[str(batch)] = watched.take() | {"step": round(1e6 * batch / found["tokens_per_s"], 1)}
-        print(batch, json.dumps(results[str(batch)]), flush=True)
+        report.add(watched.take() | {"step": round(1e6 * batch / found["tokens_per_s"], 1)}, size, str(batch))
     await loop.close()
-    return results
 
 
-def steps(arguments: argparse.Namespace) -> dict[str, Any]:
-    results = {}
-    for size in arguments.sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            results[size] = asyncio.run(steps_of(model_settings(size, folder, arguments), arguments))
-    return results
-
-
-def sglang(arguments: argparse.Namespace) -> dict[str, Any]:
+def sglang(size: str, model: dict[str, Any], arguments: argparse.Namespace, report: Report) -> None:
     import sglang as sgl
 
-    results: dict[str, Any] = {}
-    for size in arguments.sizes:
-        from omniflow.engine.sglang_settings import graph_sizes
+    from omniflow.engine.sglang_settings import graph_sizes
 
-        with tempfile.TemporaryDirectory() as folder:
-            engine = sgl.Engine(
-                **model_settings(size, folder, arguments),
-                attention_backend="triton",
-                sampling_backend="pytorch",
-                grammar_backend="none",
-                skip_tokenizer_init=True,
-                max_total_tokens=arguments.kv_tokens,
-                max_running_requests=max(arguments.batches),
-                mem_fraction_static=0.95,
-                cuda_graph_bs_decode=graph_sizes(max(arguments.batches)),
-                disable_prefill_cuda_graph=True,
-                log_level="error",
-            )
-            results[size] = {}
-            for batch in arguments.batches:
-                rows = [
-                    engine.loop.run_until_complete(sglang_round(engine, prompts(batch, 50 + number), arguments.tokens))
-                    for number in range(arguments.rounds + 1)
-                ]
-                results[size][str(batch)] = median_of(rows[1:])
-                print(size, batch, json.dumps(results[size][str(batch)]), flush=True)
-            engine.shutdown()
-    return results
+    engine = sgl.Engine(
+        **model,
+        attention_backend="triton",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        skip_tokenizer_init=True,
+        max_total_tokens=arguments.kv_tokens,
+        max_running_requests=max(arguments.batches),
+        mem_fraction_static=0.95,
+        cuda_graph_bs_decode=graph_sizes(max(arguments.batches)),
+        disable_prefill_cuda_graph=True,
+        log_level="error",
+    )
+    for batch in arguments.batches:
+        rows = [
+            engine.loop.run_until_complete(sglang_round(engine, prompts(batch, 50 + number), arguments.tokens))
+            for number in range(arguments.rounds + 1)
+        ]
+        report.add(median_of(rows[1:]), size, str(batch))
+    engine.shutdown()
 
 
 async def sglang_round(engine: Any, asked: list[list[int]], tokens: int) -> dict[str, float]:
@@ -354,108 +313,6 @@ async def sglang_round(engine: Any, asked: list[list[int]], tokens: int) -> dict
     return summary(first, time.perf_counter() - begin, len(asked), tokens)
 
 
-TALKER: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 4096,
-    "hidden_size": 1024,
-    "intermediate_size": 2048,
-    "moe_intermediate_size": 384,
-    "num_hidden_layers": 20,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-}
-
-
-def depth_head() -> Any:
-    from omniflow.engine.decoder import DecoderShape
-    from omniflow.engine.heads import DepthHead
-
-    shape = DecoderShape(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=5,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=32,
-        rope_theta=1e6,
-    )
-    return DepthHead(shape, num_codes=16, vocab_size=2048, first_vocab_size=3072, stop_ids=[2150], banned_ids=[2150])
-
-
-def talker_bytes(batch: int, positions: int) -> float:
-    """The fewest bytes that a step reads: every weight that it uses once a use, and the keys and values."""
-    hidden, layers, experts = TALKER["hidden_size"], TALKER["num_hidden_layers"], TALKER["num_experts"]
-    heads, kv_heads, dim = TALKER["num_attention_heads"], TALKER["num_key_value_heads"], TALKER["head_dim"]
-    used = experts * (1 - (1 - TALKER["num_experts_per_tok"] / experts) ** batch)  # of each layer, if chosen evenly
-    attention = hidden * dim * (2 * heads + 2 * kv_heads)
-    backbone = layers * (attention + hidden * experts + used * 3 * hidden * TALKER["moe_intermediate_size"])
-    keys = layers * 2 * kv_heads * dim * positions * batch
-    depth_layer = hidden * dim * (2 * 16 + 2 * 8) + 3 * hidden * 3072
-    # 15 passes of the 5 layers (60 MB of cache hold a third of them), a matrix of 2048 a pass, one of 3072 before.
-    head = 15 * (5 * depth_layer + 2048 * hidden) + 3072 * hidden
-    return 2.0 * float(backbone + keys + head)
-
-
-def talker(arguments: argparse.Namespace) -> dict[str, Any]:
-    from omniflow.engine.sglang_frames import build_frame_engine
-
-    bandwidth = copy_bandwidth()
-    results: dict[str, Any] = {"copy_tb_per_s": round(bandwidth / 1e12, 2)}
-    torch.manual_seed(0)
-    head = depth_head()
-    for mode in ("graphs", "eager"):
-        engine = build_frame_engine(
-            TALKER,
-            head,
-            dtype="bfloat16",
-            max_running=16,
-            kv_tokens=32768,
-            max_steps=1024,
-            disable_cuda_graph=mode == "eager",
-        )
-        for batch in (1, 8, 16):
-            steps = arguments.tokens if mode == "graphs" else 24
-            step_s = frame_steps(engine, batch, steps)
-            floor = talker_bytes(batch, 64 + steps // 2) / bandwidth
-            entry = results.setdefault(str(batch), {"floor_ms": round(1e3 * floor, 3)})
-            entry[f"{mode}_ms"] = round(1e3 * step_s, 3)
-            print(mode, batch, json.dumps(entry), flush=True)
-        engine.close()
-        del engine
-    for batch in (1, 8, 16):
-        entry = results[str(batch)]
-        entry["eager_over_graphs"] = round(entry["eager_ms"] / entry["graphs_ms"], 2)
-        entry["graphs_over_floor"] = round(entry["graphs_ms"] / entry["floor_ms"], 2)
-    return results
-
-
-def frame_steps(engine: Any, batch: int, steps: int) -> float:
-    """Seconds of a step of `batch` requests, all of them making frames: median."""
-    for number in range(batch):
-        sampling = Sampling(temperature=0.9, top_k=50, seed=number, max_tokens=steps)
-        engine.start(EngineRequest(id=str(number), ids=list(range(64)), sampling=sampling))
-    times = []
-    while engine.has_work():
-        begin = time.perf_counter()
-        outputs = engine.step()
-        if len(outputs) == batch and all(output.frames is not None for output in outputs):
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times[2:])
-
-
 def copy_bandwidth() -> float:
     """Bytes a second, read and written, of a large copy on the device."""
     source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
@@ -470,132 +327,25 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / min(times)
 
 
-BUDGETS = {"a": 6_400_000_000, "b": 4_500_000_000, "c": 2_500_000_000}
-"""What torch may take in each process: an engine with 100,000 KV tokens, one with 40,000, a codec with 16 streams."""
-
-
-def budgets(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Two engines and a codec, each in a new process: started one after the other in several orders, and at once."""
-    orders = ["abc", "cba", "bca", "at once"]
-    every = {order: {name: started(name) for name in BUDGETS} for order in orders}
-    results: dict[str, Any] = {"budgets": BUDGETS}
-    for order, pipes in every.items():
-        for pipe in pipes.values():
-            assert pipe.recv() == "ready"
-        found: dict[str, Any] = {}
-        for name in BUDGETS if order == "at once" else order:
-            pipes[name].send("build")
-            if order != "at once":
-                found[name] = pipes[name].recv()
-        results[order] = found or {name: pipe.recv() for name, pipe in pipes.items()}
-        print(order, json.dumps(results[order]), flush=True)
-        for name in BUDGETS:
-            pipes[name].send("take more")
-            results[order][name]["more"] = pipes[name].recv()
-            pipes[name].send("end")
-        for pipe in pipes.values():
-            pipe.recv()
-    for name, budget in BUDGETS.items():
-        held = [results[order][name]["bytes"] for order in orders]
-        more = {results[order][name]["more"] for order in orders}
-        results[f"of {name}"] = {"spread": max(held) / min(held) - 1, "most_of_budget": max(held) / budget}
-        results[f"of {name}"]["beyond the budget"] = sorted(more)
-        print(name, json.dumps(results[f"of {name}"]), flush=True)
-    return results
-
-
-def started(name: str) -> Connection:
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    multiprocessing.get_context("spawn").Process(target=holder, args=(there, name), daemon=True).start()
-    return here
-
-
-def holder(pipe: Connection, name: str) -> None:
-    """A process that builds what it is to hold when it is told to, says how much that is, and tries to take more."""
-    torch.zeros(1, device="cuda")
-    if name != "c":
-        import omniflow.engine.sglang  # noqa: F401 - imported before the start is counted
-    cap_memory(Gpus(numbers=(0,), cap_bytes=BUDGETS[name]), ())
-    pipe.send("ready")
-    pipe.recv()
-    held: Any = codec() if name == "c" else engine_of({"a": 100_000, "b": 40_000}[name])
-    pipe.send({"bytes": torch.cuda.memory_reserved()})
-    pipe.recv()
-    try:
-        torch.empty(BUDGETS[name] - torch.cuda.memory_reserved() + 2**25, dtype=torch.uint8, device="cuda")
-        pipe.send("was given")
-    except torch.cuda.OutOfMemoryError:
-        pipe.send("is refused")
-    pipe.recv()
-    del held
-    pipe.send("closed")
-
-
-def engine_of(kv_tokens: int) -> Any:
-    from omniflow.engine.sglang import load_engine
-
-    with tempfile.TemporaryDirectory() as folder:
-        limits: Any = {"max_running": 8, "kv_tokens": kv_tokens}
-        engine = load_engine(llama_folder("1b", folder), **limits, dtype="bfloat16", load_format="dummy")
-    engine.start(EngineRequest(id="one", ids=list(range(10, 500)), sampling=Sampling(max_tokens=64)))
-    while engine.has_work():
-        engine.step()
-    return engine
-
-
-def codec() -> Any:
-    """An AudioVAE of the size of Ming's, random weights, and 16 streams of 10 s that step together."""
-    from actors.ming.audio_vae import AudioVaeDecoder
-    from actors.ming.config import AudioVae, Qwen2, VaeDecoder
-
-    backbone = Qwen2(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    )
-    decoder = AudioVaeDecoder(AudioVae(44100, VaeDecoder(backbone, 64, 882), patch_size=4)).cuda().eval()
-    with torch.inference_mode():
-        streams = [decoder.init() for _ in range(16)]
-        latents = [np.zeros((25, 64), np.float32)] * 16
-        for step in range(5):
-            decoder.step_together(streams, latents, [step == 4] * 16)
-    return decoder, streams
-
-
-def machine() -> dict[str, Any]:
-    import sglang as sgl
-
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "gpu": subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(),
-        "sglang": sgl.__version__,
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "attention_backend": "triton",
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["llama", "steps", "sglang", "talker", "budgets"])
-    parser.add_argument("--json", type=Path, help="results are added to those that are in this file")
+    parser.add_argument("part", choices=["llama", "steps", "sglang"])
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=[*LLAMAS, "smollm2"])
-    parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2's weights")
+    parser.add_argument("--smollm2", default="smollm2-135m-instruct", help="folder of SmolLM2's weights, or its name")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-tokens", type=int, default=65536)
     arguments = parser.parse_args()
-    part = {"llama": llama, "steps": steps, "sglang": sglang, "talker": talker, "budgets": budgets}[arguments.part]
-    results = part(arguments)
-    if arguments.json is not None:
-        found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        found |= {"machine": machine(), arguments.part: found.get(arguments.part, {}) | results}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    report = Report(arguments.json, arguments.part)
+    for size in arguments.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            model = model_settings(size, folder, arguments)
+            if arguments.part == "sglang":
+                sglang(size, model, arguments, report)
+            else:
+                asyncio.run({"llama": llama, "steps": steps}[arguments.part](size, model, arguments, report))
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ JOBS = (
         "rates of sgl.Engine, small real weights",
     ),
     Job("engine.sglang_8b", f"{ENGINE} sglang --sizes 8b --json {{json}}", 85, "rates of sgl.Engine, 8B", late=True),
-    Job("engine.budgets", f"{ENGINE} budgets --json {{json}}", 70, "two engines and a codec keep what they have"),
+    Job("budgets", "python -m bench.gpu.budgets --json {json}", 70, "two engines and a codec keep what they have"),
     Job("media.attention", f"{MEDIA} attention {{work}}/media --rounds 10 --json {{json}}", 30, "kernels of attention"),
     Job(
         "media.towers",
@@ -164,7 +164,7 @@ JOBS = (
         late=True,
     ),
     Job("engine.steps", f"{ENGINE} steps --sizes 1b --json {{json}}", 35, "where a step's time goes", late=True),
-    Job("engine.talker", f"{ENGINE} talker --json {{json}}", 65, "a talker's step beside eager", late=True),
+    Job("talker_step", "python -m bench.gpu.talker_step --json {json}", 65, "a talker's step beside eager", late=True),
     Job(
         "ming.thinker",
         "python -m bench.gpu.ming_thinker --layers 4 8 --tokens 96 --json {json}",

@@ -23,7 +23,8 @@ import torch
 
 from actors.ming.config import AUDIO, IMAGE, Thinker
 from actors.ming.prompt import Grid, places
-from bench.gpu.engine import copy_bandwidth, machine, prompts
+from bench.gpu.engine import copy_bandwidth, prompts
+from bench.gpu.report import Report
 from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.group import follow, lead
 from omniflow.engine.ranks import ALONE, Ranks
@@ -137,7 +138,7 @@ def second_rank(layers: int, arguments: argparse.Namespace, connection: Any) -> 
     follow(build(layers, arguments, ranks), ranks)
 
 
-def measure(layers: int, arguments: argparse.Namespace, bandwidth: float) -> dict[str, Any]:
+def measure(layers: int, arguments: argparse.Namespace, bandwidth: float, report: Report) -> None:
     ranks, begin = ALONE, time.perf_counter()
     if arguments.ranks == 2:
         ours, theirs = multiprocess.get_context("spawn").Pipe()
@@ -145,23 +146,21 @@ def measure(layers: int, arguments: argparse.Namespace, bandwidth: float) -> dic
         ranks = Ranks(0, 2, [ours])
     alone = build(layers, arguments, ranks)
     engine = lead(alone, ranks)
-    results: dict[str, Any] = {"start_s": round(time.perf_counter() - begin, 1)}
-    results["gpu_gb"] = round(torch.cuda.memory_reserved() / 1e9, 1)
+    start_s, gpu_gb = round(time.perf_counter() - begin, 1), round(torch.cuda.memory_reserved() / 1e9, 1)
+    report.add({"start_s": start_s, "gpu_gb": gpu_gb}, str(layers))
     for batch in arguments.batches:
         decode_ms(engine, batch, 8)
         step, experts = decode_ms(engine, batch, arguments.tokens), experts_read(alone, batch)
         floor = 1e3 * step_bytes(layers, experts, batch, 128 + arguments.tokens // 2) / bandwidth / ranks.size
         entry = {"step_ms": step, "tokens_per_s": 1e3 * batch / step, "experts_a_layer": experts, "floor_ms": floor}
         entry["step_over_floor"] = step / floor
-        results[str(batch)] = {name: round(value, 3) for name, value in entry.items()}
-        print(layers, "layers", batch, json.dumps(results[str(batch)]), flush=True)
+        report.add({name: round(value, 3) for name, value in entry.items()}, str(layers), str(batch))
     batch = max(arguments.batches)
     rounds = [decode_ms(engine, batch, arguments.tokens, hidden) for hidden in ("last", None, "last", None)]
-    results["hidden_ms"] = {"told": round(min(rounds[::2]), 3), "not": round(min(rounds[1::2]), 3)}
-    results["prefill_4096_ms"] = {kinds: round(prefill_ms(engine, kinds), 1) for kinds in ("text", "media")}
-    print(layers, "layers", json.dumps({name: results[name] for name in ("hidden_ms", "prefill_4096_ms")}), flush=True)
+    hidden_ms = {"told": round(min(rounds[::2]), 3), "not": round(min(rounds[1::2]), 3)}
+    prefill = {kinds: round(prefill_ms(engine, kinds), 1) for kinds in ("text", "media")}
+    report.add({"hidden_ms": hidden_ms, "prefill_4096_ms": prefill}, str(layers))
     engine.close()
-    return results
 
 
 def whole(layers: list[int], results: dict[str, Any], batch: int) -> dict[str, float]:
@@ -183,16 +182,14 @@ def main() -> None:
     arguments = parser.parse_args()
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
-    results: dict[str, Any] = {"copy_tb_per_s": round(bandwidth / 1e12, 2)}
+    key = f"{arguments.ranks} GPU" + (", eager" if arguments.eager else "")
+    report = Report(arguments.json, key)
+    report.add({"copy_tb_per_s": round(bandwidth / 1e12, 2)})
     for layers in arguments.layers:
-        results[str(layers)] = measure(layers, arguments, bandwidth)
-        if len(results) == 3:  # two sizes
-            results["estimated_whole"] = {str(b): whole(arguments.layers, results, b) for b in arguments.batches}
-            print("estimated, 32 layers:", json.dumps(results["estimated_whole"]), flush=True)
-        if arguments.json is not None:
-            key = f"{arguments.ranks} GPU" + (", eager" if arguments.eager else "")
-            found = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-            arguments.json.write_text(json.dumps(found | {"machine": machine(), key: results}, indent=1) + "\n")
+        measure(layers, arguments, bandwidth, report)
+    if len(arguments.layers) == 2:
+        whole_of = {str(batch): whole(arguments.layers, report.found, batch) for batch in arguments.batches}
+        report.add(whole_of, "estimated_whole")
 
 
 if __name__ == "__main__":

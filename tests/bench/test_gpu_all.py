@@ -166,7 +166,7 @@ def test_jobs_are_chosen_by_names_and_patterns_with_what_they_read() -> None:
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--list", "--only", "engine.*"]) == 0
-    assert "engine.budgets" in (shown := capsys.readouterr().out) and "tests.engine" not in shown
+    assert "engine.steps" in (shown := capsys.readouterr().out) and "tests.engine" not in shown
     assert main(["--only", "nothing"]) == 2
     assert "--list shows all" in capsys.readouterr().out
     assert arguments_of([]).within > 1e9

@@ -1,0 +1,38 @@
+"""The budgets of two engines and a codec are what their models take, and it is told where one was not held."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from bench.gpu.budgets import BUDGETS, CODEC_WEIGHTS, KV_TOKENS, ORDERS, SIZE, codec, verdict
+from bench.gpu.engine import llama_folder
+
+
+def test_weights_and_keys_are_those_of_the_models(tmp_path: Any) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = json.loads((llama_folder(SIZE, str(tmp_path)) / "config.json").read_text())
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    weights = 2 * sum(each.numel() for each in model.parameters())
+    cache = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    sounds = codec()
+    for name, tokens in KV_TOKENS.items():
+        budget = BUDGETS[name]
+        assert (budget.weights, budget.kv) == (weights, cache * tokens)
+        assert budget.cap == weights + cache * tokens + budget.workspace
+    assert CODEC_WEIGHTS == sum(each.numel() for each in sounds.parameters())
+
+
+def test_a_budget_is_held_where_all_orders_are_alike_and_nobody_gets_more() -> None:
+    def found(**of_last: Any) -> dict[str, Any]:
+        row = {"bytes": 1000, "more": "is refused"}
+        return {order: {"a": row | (of_last if order == ORDERS[-1] else {})} for order in ORDERS}
+
+    assert verdict("a", found(bytes=1019))["held"]
+    assert not verdict("a", found(bytes=1021))["held"]
+    assert not verdict("a", found(more="was given"))["held"]
+    assert verdict("a", found(failed="died"))["failed"] == ["died"]
