@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,15 +12,15 @@ from bench.gpu.budgets import BUDGETS, CODEC_WEIGHTS, KV_TOKENS, ORDERS, SIZE, c
 from bench.gpu.engine import llama_folder
 
 
-def test_weights_and_keys_are_those_of_the_models(tmp_path: Any) -> None:
+def test_weights_and_keys_are_those_of_the_models(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = json.loads((llama_folder(SIZE, str(tmp_path)) / "config.json").read_text())
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**shape))
+        model: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**shape))  # type: ignore[no-untyped-call]
+        sounds = codec()
     weights = 2 * sum(each.numel() for each in model.parameters())
     cache = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-    sounds = codec()
     for name, tokens in KV_TOKENS.items():
         budget = BUDGETS[name]
         assert (budget.weights, budget.kv) == (weights, cache * tokens)
