@@ -1,25 +1,112 @@
-"""What encoder stages share: results that are kept, batches of a bounded size, passes that let others go between."""
+"""Encoder stages: media are decoded beside each other, pass together in batches of a bounded size, and are kept."""
 
 from __future__ import annotations
 
 import hashlib
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-from omniflow.actor import Actor
+from actors.stage import ModelStage
+from actors.threads import Threads, in_order
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 K = TypeVar("K")
+R = TypeVar("R")
+Item = TypeVar("Item")
+Ready = TypeVar("Ready")
+Made = TypeVar("Made")
 T = TypeVar("T")
 ModuleT = TypeVar("ModuleT", bound="nn.Module")
 DtypeName = Literal["auto", "float32", "bfloat16"]
 STEP_S = 0.05
 """A step of a pass ends with the first layer that ends after so long."""
+
+
+class MediaEncoder(ModelStage, ABC, Generic[Item, Ready, Made]):
+    """A tower over media of several requests: it passes over several items at once, keeps what it made of recent ones,
+    and while it works, the next ones are decoded.
+
+    `dtype` auto is bfloat16 on a GPU and float32 on a CPU. Up to `decoders` items are decoded at the same time, each on
+    a core. What was made is kept up to `cache_mb`, since each turn of a conversation brings the media of all before.
+    """
+
+    heavy = True
+    most: ClassVar[int]
+    """Of what `size` counts, in one pass, but for a larger item, which goes alone: the memory of a pass is bounded."""
+
+    def __init__(self, model: str, device: str, dtype: DtypeName, threads: int, decoders: int, cache_mb: int) -> None:
+        super().__init__(model, device, threads)
+        self._dtype = dtype
+        self._decoders = Threads(decoders)
+        self._recent: Recent[Made] = Recent(cache_mb * 10**6, self.num_bytes)
+
+    @abstractmethod
+    def digest(self, item: Item) -> bytes:
+        """What `item` is known by: `digest_of` its data."""
+
+    @abstractmethod
+    async def ready(self, item: Item) -> Ready:
+        """`item` as the tower takes it; what blocks goes through `decode`. Raises InvalidInputError that names it."""
+
+    @abstractmethod
+    def size(self, ready: Ready) -> int:
+        """How much of `most` it takes."""
+
+    @abstractmethod
+    def layers(self, batch: Sequence[Ready]) -> Iterator[Sequence[Made] | None]:
+        """A pass over `batch`: None after each layer, and in the end what was made of each."""
+
+    @abstractmethod
+    def num_bytes(self, made: Made) -> int:
+        """What `made` takes of the cache."""
+
+    async def encoded(self, requests: Sequence[Sequence[Item]]) -> list[list[Made]]:
+        """What the tower makes of each item of each request; an item that comes twice is seen once."""
+        digests = [await self.decode(self._digests, items) for items in requests]
+        items = {
+            digest: item
+            for known_as, own in zip(digests, requests, strict=True)
+            for digest, item in zip(known_as, own, strict=True)
+        }
+        made = {digest: kept for digest in items if (kept := self._recent.get(digest)) is not None}
+        made |= await self._new({digest: item for digest, item in items.items() if digest not in made})
+        return [[made[digest] for digest in known_as] for known_as in digests]
+
+    async def decode(self, call: Callable[..., R], *args: Any) -> R:
+        """Run a blocking step beside those of other items."""
+        return await self._decoders.run(call, *args)
+
+    def busy_s(self) -> float:
+        return max(super().busy_s(), self._decoders.busy_s())
+
+    async def _new(self, items: Mapping[bytes, Item]) -> dict[bytes, Made]:
+        made: dict[bytes, Made] = {}
+        waiting: dict[bytes, Ready] = {}
+
+        async def take(digest: bytes, ready: Ready) -> None:
+            if waiting and self.size(ready) + sum(map(self.size, waiting.values())) > self.most:
+                made.update(await self._pass(waiting))
+                waiting.clear()
+            waiting[digest] = ready
+
+        await in_order(self.ready, items, self._decoders.most, take)
+        return made | await self._pass(waiting) if waiting else made
+
+    async def _pass(self, waiting: Mapping[bytes, Ready]) -> dict[bytes, Made]:
+        passed = await run_through(self.offload, self.layers(list(waiting.values())))
+        found = dict(zip(waiting, passed, strict=True))
+        for digest, each in found.items():
+            self._recent.keep(digest, each)
+        return found
+
+    def _digests(self, items: Sequence[Item]) -> list[bytes]:
+        return [self.digest(item) for item in items]
 
 
 class Recent(Generic[T]):
@@ -68,14 +155,14 @@ def bounded(sizes: Mapping[K, int], most: int) -> Iterator[list[K]]:
         yield batch
 
 
-async def run_through(actor: Actor, layers: Iterator[T | None]) -> T:
-    """The result of a pass, which gives None after each layer and its result in the end.
+async def run_through(offload: Callable[..., Awaitable[T | None]], layers: Iterator[T | None]) -> T:
+    """The result of a pass, which gives None after each layer and its result in the end, in steps of `offload`.
 
-    Other work of `actor` goes between some of the layers. A GPU only queues them, so there a pass is one step, or two.
+    Other work goes between some of the layers. A GPU only queues them, so there a pass is one step, or two.
     """
     result: T | None = None
     while result is None:
-        result = await actor.offload(_advance, layers)
+        result = await offload(_advance, layers)
     return result
 
 

@@ -200,15 +200,9 @@ class Actor:
         async with self._turns.turn():
             self._step_began = time.monotonic()
             try:
-                outcome = await anyio.to_thread.run_sync(_outcome, call, args)
+                return await in_thread(call, *args)
             finally:
                 self._step_began = None
-        if not isinstance(outcome, _Raised):
-            return outcome
-        try:
-            raise outcome.error
-        finally:
-            del outcome
 
     def busy_s(self) -> float:
         """How long the step that runs now has been running; 0 between steps. A host whose step lasts longer than
@@ -229,6 +223,17 @@ class Actor:
     @functools.cached_property
     def _turns(self) -> Turns:
         return Turns()
+
+
+async def in_thread(call: Callable[..., R], *args: Any) -> R:
+    """What `call` gives or raises, in a thread; a cancelled caller still waits for its end."""
+    outcome = await anyio.to_thread.run_sync(_outcome, call, args)
+    if not isinstance(outcome, _Raised):
+        return outcome
+    try:
+        raise outcome.error
+    finally:
+        del outcome
 
 
 class _Raised(NamedTuple):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.encoding import Recent, bounded, digest_of, placed, run_through
+from actors.encoding import DtypeName, MediaEncoder, digest_of, placed, run_through
 from actors.mel import FFT_SIZE, HOP, SAMPLE_RATE_HZ, log_mel, mel_filters
-from actors.stage import ModelStage
 from omniflow.actor import batched
 from omniflow.errors import InvalidInputError, ProtocolError
 from omniflow.media import AudioFeatures, Waveforms
@@ -23,34 +23,33 @@ MAX_FRAMES = 12_000
 """Mel frames of 10 ms in one pass, but for a longer clip, which goes alone: the memory of a pass is bounded by it."""
 
 
-class MingAudioEncoder(ModelStage):
+class MingAudioEncoder(MediaEncoder[np.ndarray, np.ndarray, np.ndarray]):
     """Hears with the audio tower of a Ming-flash-omni checkpoint: fills `AudioFeatures.rows`, one for each 40 ms.
 
     Clips are heard whole, as Ming's processor has them; one of less than 12.6 ms is followed by silence up to 25 ms.
-    A clip has the same rows, within 1e-5 on a CPU, alone and beside others. The rows of recent clips are kept, up to
-    `cache_mb`. `dtype` auto is bfloat16 on a GPU and float32 on a CPU.
+    A clip has the same rows, within 1e-5 on a CPU, alone and beside others. See `MediaEncoder` for `dtype`, `decoders`
+    and `cache_mb`.
 
     Raises InvalidInputError for a conversation of more than `max_seconds`, and for a clip that is longer than the
     tower has positions for (300 s).
     """
 
-    heavy = True
     preload = ("torch", "safetensors.torch", "actors.ming.audio_tower")
+    most = MAX_FRAMES
 
     def __init__(
         self,
         *,
         model: str,
         device: str = "cpu",
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        dtype: DtypeName = "auto",
         threads: int = 1,
+        decoders: int = 4,
         max_seconds: float = 600,
         cache_mb: int = 256,
     ) -> None:
-        super().__init__(model, device, threads)
-        self._dtype = dtype
+        super().__init__(model, device, dtype, threads, decoders, cache_mb)
         self._max_seconds = max_seconds
-        self._rows: Recent[np.ndarray] = Recent(cache_mb * 10**6, lambda rows: rows.nbytes)
         self._tower: AudioTower
         self._filters: np.ndarray
         self._max_frames: int
@@ -58,40 +57,38 @@ class MingAudioEncoder(ModelStage):
     async def setup(self) -> None:
         """Load the tower, and run it once. Raises WeightsError where it cannot be loaded."""
         await self.offload(self._load, self._weights.path())
-        silence = await self.offload(self._mel, np.zeros(SAMPLE_RATE_HZ, np.float32))
-        await run_through(self, self._tower.rows([silence]))
+        await run_through(self.offload, self.layers([await self.ready(np.zeros(SAMPLE_RATE_HZ, np.float32))]))
 
     @batched(max_size=MAX_BATCH)
     async def run(self, audio: list[Waveforms]) -> list[AudioFeatures]:
         """See the class."""
         heard_s = [self._checked_seconds(request) for request in audio]
-        digests = [await self.offload(_digests, request) for request in audio]
-        clips = {
-            digest: clip
-            for request, known_as in zip(audio, digests, strict=True)
-            for digest, clip in zip(known_as, request.samples, strict=True)
-        }
-        rows = await self._rows_of(clips)
+        rows = await self.encoded([request.samples for request in audio])
         return [
             AudioFeatures(
                 index=request.index,
                 audio_s=seconds,
-                rows=np.concatenate([rows[digest] for digest in known_as]),
-                num_rows=tuple(len(rows[digest]) for digest in known_as),
+                rows=np.concatenate(own),
+                num_rows=tuple(len(each) for each in own),
             )
-            for request, seconds, known_as in zip(audio, heard_s, digests, strict=True)
+            for request, seconds, own in zip(audio, heard_s, rows, strict=True)
         ]
 
-    async def _rows_of(self, clips: dict[bytes, np.ndarray]) -> dict[bytes, np.ndarray]:
-        known = {digest: self._rows.get(digest) for digest in clips}
-        found = {digest: rows for digest, rows in known.items() if rows is not None}
-        missing = {digest: len(clip) // HOP for digest, clip in clips.items() if digest not in found}
-        for batch in bounded(missing, MAX_FRAMES):
-            mels = [await self.offload(self._mel, clips[digest]) for digest in batch]
-            for digest, rows in zip(batch, await run_through(self, self._tower.rows(mels)), strict=True):
-                found[digest] = rows
-                self._rows.keep(digest, rows)
-        return found
+    def digest(self, item: np.ndarray) -> bytes:
+        return digest_of(np.ascontiguousarray(item).data)
+
+    async def ready(self, item: np.ndarray) -> np.ndarray:
+        """Its mel frames [n_mels, frames]."""
+        return await self.decode(self._mel, item)
+
+    def size(self, ready: np.ndarray) -> int:
+        return int(ready.shape[1])
+
+    def layers(self, batch: Sequence[np.ndarray]) -> Iterator[list[np.ndarray] | None]:
+        return self._tower.rows(batch)
+
+    def num_bytes(self, made: np.ndarray) -> int:
+        return made.nbytes
 
     def _mel(self, clip: np.ndarray) -> np.ndarray:
         if len(clip) <= FFT_SIZE // 2:  # it is mirrored at its ends, by as much
@@ -126,10 +123,6 @@ class MingAudioEncoder(ModelStage):
         self._filters = mel_filters(tower.sizes.n_mels)
         self._max_frames = 2 * tower.sizes.n_ctx
         self._tower = placed(tower, self._device, self._dtype)
-
-
-def _digests(request: Waveforms) -> list[bytes]:
-    return [digest_of(np.ascontiguousarray(clip).data) for clip in request.samples]
 
 
 def _invalid(message: str) -> InvalidInputError:

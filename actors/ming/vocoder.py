@@ -13,6 +13,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from actors.roles import VocoderRole
 from actors.stage import ModelStage
+from actors.threads import ungrouped
 from omniflow.actor import Context, Emit, Stream
 from omniflow.errors import ContextLengthError, ProtocolError
 from omniflow.media import AudioChunk, Latents
@@ -74,13 +75,11 @@ class MingVocoder(ModelStage, VocoderRole):
         async for part in latents:
             # A place is given back once the segment is decoded: who listens slowly does not keep it from others.
             decoded, heard = anyio.create_memory_object_stream[AudioChunk](self._decoder.max_latents)
-            try:
+            with ungrouped():
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(_send_all, heard, emit)
                     async with decoded, self._places:
                         await self._segment(part, latents, decoded)
-            except ExceptionGroup as group:  # of one, which has ended the other
-                raise group.exceptions[0] from group.exceptions[0].__cause__
 
     async def _segment(
         self, part: Latents | None, rest: Stream[Latents], decoded: MemoryObjectSendStream[AudioChunk]

@@ -60,7 +60,7 @@ async def test_others_go_between_the_layers_of_a_long_pass(
         yield "done"
 
     async def passing() -> None:
-        assert await run_through(actor, layers()) == "done"
+        assert await run_through(actor.offload, layers()) == "done"
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(passing)
@@ -73,7 +73,7 @@ async def test_others_go_between_the_layers_of_a_long_pass(
 async def test_a_pass_without_a_result_is_an_error() -> None:
     nothing: list[str | None] = [None]
     with pytest.raises(RuntimeError, match="without a result"):
-        await run_through(Actor(), iter(nothing))
+        await run_through(Actor().offload, iter(nothing))
 
 
 @pytest.mark.parametrize("lengths", [[5], [3, 3, 3], [2, 7, 7, 1, 4, 2]])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from actors.mel import log_mel, mel_filters
-from actors.ming import hearing
 from actors.ming.audio_tower import load_audio_tower
 from actors.ming.hearing import MingAudioEncoder
 from omniflow.errors import InvalidInputError, ProtocolError
@@ -115,7 +114,7 @@ async def test_what_was_heard_before_is_not_heard_again(
     (second,) = await encoder.run([Waveforms([old, new], (0, 1))])
     assert passes == [[100], [50]]
     assert np.array_equal(rows_of(first)[1], rows_of(second)[0])
-    encoder._rows = type(encoder._rows)(40 * HIDDEN * 4, lambda rows: rows.nbytes)
+    encoder._recent = type(encoder._recent)(40 * HIDDEN * 4, lambda rows: rows.nbytes)
     for clip in (old, new, old, sound(16_000, 2), old):  # 25, 13 and 25 rows: the last does not fit beside the first
         await encoder.run([Waveforms([clip], (0,))])
     assert passes[2:] == [[100], [50], [100], [100]]
@@ -123,7 +122,7 @@ async def test_what_was_heard_before_is_not_heard_again(
 
 @pytest.mark.anyio
 async def test_a_pass_is_bounded(encoder: MingAudioEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hearing, "MAX_FRAMES", 120)
+    monkeypatch.setattr(MingAudioEncoder, "most", 120)
     passes = mels_passed(encoder, monkeypatch)
     lengths = (40, 60, 20, 2, 300, 119)
     clips = [sound(160 * frames, frames) for frames in lengths]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from omniflow.media import ImageFeatures, Images
 from tests.actors.ming.towers import HIDDEN, write_towers
 from tests.actors.test_pictures import encoded, head_of, scene
 from tests.videos import clip
+from tests.waiting import HANGS_S
 
 WIDE, TALL, SMALL = (encoded(scene(*size)) for size in ((96, 40), (30, 77), (21, 20)))
 CLIP = clip(20, rate_hz=8, width=64, height=48)  # 5 of its frames are seen, as 3
@@ -138,7 +140,7 @@ async def test_a_file_is_seen_as_what_it_is_sent_for(encoder: MingImageEncoder) 
 
 @pytest.mark.anyio
 async def test_a_pass_is_bounded(encoder: MingImageEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeing, "MAX_PATCHES", 300)
+    monkeypatch.setattr(MingImageEncoder, "most", 300)
     passes = passes_of(encoder, monkeypatch)
     await encoder.run([Images([WIDE, SMALL], (0, 1)), Images([TALL, CLIP, encoded(scene(16, 16))], (0, 1, 2), (1,))])
     assert [len(each) for each in passes] == [2, 1, 1, 1]
@@ -196,3 +198,46 @@ async def test_pillow_warns_nobody(folder: Path) -> None:
             await actor.run([Images([head_of(12000, 10000)], (0,))])
         await actor.close()
     assert [str(each.message) for each in told] == []
+
+
+@pytest.mark.anyio
+async def test_images_are_decoded_beside_each_other(encoder: MingImageEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are decoders meet in the decoder, which would break where they came one by one."""
+    meeting, read = threading.Barrier(4, timeout=HANGS_S), seeing.read_picture
+
+    def met(data: bytes, where: str) -> Image.Image:
+        meeting.wait()
+        return read(data, where)
+
+    monkeypatch.setattr(seeing, "read_picture", met)
+    images = [encoded(scene(20 + size, 40)) for size in range(8)]
+    (features,) = await encoder.run([Images(images, tuple(range(8)))])
+    monkeypatch.undo()
+    for number, rows in enumerate(rows_of(features)):
+        alone = MingImageEncoder(model=str(encoder._weights.path()), cache_mb=0)
+        alone._tower, alone._pixels = encoder._tower, encoder._pixels
+        (single,) = await alone.run([Images([images[number]], (0,))])
+        assert np.abs(rows - single.rows).max() <= 1e-5
+
+
+@pytest.mark.anyio
+async def test_of_several_bad_images_the_first_is_named(
+    encoder: MingImageEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although it takes longest to find out."""
+    second_is_known, read = threading.Event(), seeing.read_picture
+
+    def slow_first(data: bytes, where: str) -> Image.Image:
+        if where == "messages[0]":
+            assert second_is_known.wait(HANGS_S)
+        try:
+            return read(data, where)
+        finally:
+            if where == "messages[1]":
+                second_is_known.set()
+
+    monkeypatch.setattr(seeing, "read_picture", slow_first)
+    bad = Images([b"GIF89a", b"GIF87a", SMALL], (0, 1, 2), (), ("messages[0]", "messages[1]", "messages[2]"))
+    with pytest.raises(InvalidInputError, match=r"^messages\[0\]: ") as refused:
+        await encoder.run([bad])
+    assert refused.value.param == "messages"
