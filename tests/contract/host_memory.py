@@ -1,7 +1,7 @@
 """Host memory in the place of a GPU's: what CUDA IPC does with blocks and words is the same, and runs anywhere.
 
 A "stream" here is through with what it was given as soon as it was given it, unless `held` makes it wait. Where the
-other end is another process (`apart`), it really waits for a word, for a second at most.
+other end is another process (`apart`), it really waits for a word, for 10 s at most.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HostMemory(DeviceMemory):
 
     def wait(self, slot: int, word: int, value: int) -> None:
         self.waits.append((slot, word, value))
-        until = time.monotonic() + 1
+        until = time.monotonic() + 10
         while self._apart and not reached(self.words[slot, word], value) and time.monotonic() < until:
             time.sleep(0)
 
