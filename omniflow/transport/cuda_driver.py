@@ -9,6 +9,7 @@ it elsewhere after that process has died is undefined.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
@@ -97,12 +98,16 @@ class Cuda:
             self.call(driver.cuMemRelease, handle)
         return address
 
+    def unmap(self, address: int, size: int) -> None:
+        """Take back what `map` gave."""
+        self.call(self.driver.cuMemUnmap, address, size)
+        self.call(self.driver.cuMemAddressFree, address, size)
+
     def let_go(self, address: int, size: int, words: npt.NDArray[np.uint8]) -> None:
         """Unmap memory once nothing on the GPU can still read there: unlike cudaFree, the driver does not wait."""
         self.enter()
         self.call(self.driver.cuCtxSynchronize)
-        self.call(self.driver.cuMemUnmap, address, size)
-        self.call(self.driver.cuMemAddressFree, address, size)
+        self.unmap(address, size)
         self.call(self.driver.cuMemHostUnregister, words.ctypes.data)
 
 
@@ -123,7 +128,9 @@ class _Range:
 
 
 class CudaMemory(DeviceMemory):
-    """Device memory that is mapped into this process. It owns `descriptors`, of the memory and of the words."""
+    """Device memory that is mapped into this process. It owns `descriptors`, of the memory and of the words, from the
+    first: where it raises DeviceError they are closed, and nothing stays mapped.
+    """
 
     def __init__(self, gpu: Cuda, handle: Any, size: int, device: str, descriptors: tuple[int, int]) -> None:
         self.size_bytes = size
@@ -133,14 +140,19 @@ class CudaMemory(DeviceMemory):
         self._gpu = gpu
         self._descriptors = descriptors
         self._thread = 0
-        self._address = gpu.map(handle, size)
-        page = mmap.mmap(descriptors[1], _WORDS_BYTES)
-        flat = np.frombuffer(page, np.uint8)
-        self.words = memoryview(page).cast("I", (NUM_SLOTS, 2))
-        flags = gpu.driver.CU_MEMHOSTREGISTER_DEVICEMAP | gpu.driver.CU_MEMHOSTREGISTER_PORTABLE
-        gpu.call(gpu.driver.cuMemHostRegister, flat.ctypes.data, _WORDS_BYTES, flags)
-        self._words_address = int(gpu.call(gpu.driver.cuMemHostGetDevicePointer, flat.ctypes.data, 0))
         self._stream = gpu.driver.CUstream(0)
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(_close_all, descriptors)
+            self._address = gpu.map(handle, size)
+            unless_made.callback(gpu.unmap, self._address, size)
+            page = mmap.mmap(descriptors[1], _WORDS_BYTES)
+            flat = np.frombuffer(page, np.uint8)
+            self.words = memoryview(page).cast("I", (NUM_SLOTS, 2))
+            flags = gpu.driver.CU_MEMHOSTREGISTER_DEVICEMAP | gpu.driver.CU_MEMHOSTREGISTER_PORTABLE
+            gpu.call(gpu.driver.cuMemHostRegister, flat.ctypes.data, _WORDS_BYTES, flags)
+            unless_made.callback(gpu.call, gpu.driver.cuMemHostUnregister, flat.ctypes.data)
+            self._words_address = int(gpu.call(gpu.driver.cuMemHostGetDevicePointer, flat.ctypes.data, 0))
+            unless_made.pop_all()
         # Waits for the GPU, so not in whichever thread lets go of the last view.
         arguments = (gpu, self._address, size, flat, descriptors)
         weakref.finalize(self, threading.Thread(target=_let_go, args=arguments, daemon=True).start).atexit = False
@@ -181,6 +193,10 @@ class CudaMemory(DeviceMemory):
 
 def _let_go(gpu: Cuda, address: int, size: int, words: npt.NDArray[np.uint8], descriptors: tuple[int, int]) -> None:
     gpu.let_go(address, size, words)
+    _close_all(descriptors)
+
+
+def _close_all(descriptors: tuple[int, int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
 
@@ -197,10 +213,14 @@ def take_memory(size: int, index: int = 0) -> CudaMemory:
     )
     size = -(-size // step) * step
     handle = gpu.call(driver.cuMemCreate, size, asked, 0)
-    memory = gpu.call(driver.cuMemExportToShareableHandle, handle, asked.requestedHandleTypes, 0)
+    try:
+        memory = int(gpu.call(driver.cuMemExportToShareableHandle, handle, asked.requestedHandleTypes, 0))
+    except DeviceError:
+        gpu.call(driver.cuMemRelease, handle)
+        raise
     words = os.memfd_create("omniflow-words", os.MFD_CLOEXEC)
     os.ftruncate(words, _WORDS_BYTES)
-    return CudaMemory(gpu, handle, size, gpu.uuid, (int(memory), words))
+    return CudaMemory(gpu, handle, size, gpu.uuid, (memory, words))
 
 
 def map_memory(memory: int, words: int, size: int, device: str, index: int = 0) -> CudaMemory:
