@@ -40,7 +40,7 @@ class SlotCache:
         self.values = torch.zeros_like(self.keys)
         self._shape = shape
         self._places = torch.arange(positions, device=device)
-        self.has_kernel = device.type == "cuda" and HAS_TRITON and shape.head_dim in (16, 32, 64, 128, 256)
+        self.has_kernel = device.type == "cuda" and HAS_TRITON and _fits(shape.head_dim, dtype)
         """True where attention looks at no more positions than a stream has."""
 
     def clear(self, slot: int) -> None:
@@ -117,3 +117,10 @@ class SlotCache:
         mask = torch.zeros(sees.shape, dtype=self.keys.dtype, device=sees.device).masked_fill_(~sees, -torch.inf)
         repeats = self._shape.num_attention_heads // self._shape.num_key_value_heads
         return mask[:, :, None].expand(-1, -1, repeats, -1).reshape(len(mask), 1, -1, length)
+
+
+def _fits(head_dim: int, dtype: torch.dtype) -> bool:
+    """True where `kernels.attend_slots` can do it: 512 bytes of a head take 153 KB of a block's shared memory, and
+    1024 would take 296; on an H200 it has 227.
+    """
+    return head_dim in (16, 32, 64, 128, 256) and head_dim * dtype.itemsize <= 512
