@@ -24,13 +24,13 @@ import anyio
 
 from actors.detokenize import Detokenize
 from actors.thinker import Thinker
+from bench.gpu.report import ROOT, Report
 from omniflow import Graph, Runtime, one_for_one, plan
 from omniflow.cli.machine import this_machine
 from omniflow.config import RuntimeConfig
 from omniflow.errors import OmniflowError, RequestError
 from omniflow.media import Options, TokenPrompt
 
-ROOT = Path(__file__).parents[2]
 MARK = "OMNIFLOW_BENCH_KILLS"
 """In the environment of every process of a run, by which what is left of it is found."""
 KILL_ME = "now kill me"
@@ -237,7 +237,7 @@ def left(mark: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a small checkpoint")
-    parser.add_argument("--json", type=Path, default=Path("kills.json"))
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--device", default="gpu")
     parser.add_argument("--child", action="store_true")
     arguments = parser.parse_args()
@@ -249,13 +249,18 @@ def main() -> None:
     command += ["--device", arguments.device]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, MARK: mark}, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    found: dict[str, Any] = {}
+    report = Report(arguments.json, "kills")
+    is_asked = False
     for line in process.stdout:
         print(line, end="", flush=True)
-        if line.strip() == KILL_ME:
+        is_asked = line.strip() == KILL_ME
+        if is_asked:
             break
         if line.startswith('{"model"'):
-            found = json.loads(line)
+            report.keep(json.loads(line))
+    if not is_asked:
+        report.add({"failed": f"it ended by itself, with exit code {process.wait()}"}, "the runtime itself")
+        sys.exit(1)
     watch = MemoryBack([pid for pid in held_by_processes() if is_of(pid, mark)])
     killed = time.perf_counter()
     process.kill()
@@ -263,10 +268,8 @@ def main() -> None:
     while left(mark) and time.perf_counter() - killed < 10:
         time.sleep(0.002)
     gone = 1e3 * (time.perf_counter() - killed)
-    found["the runtime itself"] = {"all_processes_gone_ms": round(gone, 1), "left": left(mark), **watch.found()}
-    found["left_in_dev_shm"] = sorted(set(os.listdir("/dev/shm")) - shm)
-    arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1), flush=True)
+    report.add({"all_processes_gone_ms": round(gone, 1), "left": left(mark), **watch.found()}, "the runtime itself")
+    report.add({"left_in_dev_shm": sorted(set(os.listdir("/dev/shm")) - shm)})
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ serve   text to speech through planner and host processes: first audio and reque
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from actors.ming.audio_vae import load_audio_vae
 from actors.ming.config import AudioVae, Talker
 from actors.ming.talker import TalkerModel, load_talker
 from bench.gpu.ming_graph import TEXTS, speech, write_talker
+from bench.gpu.report import Report
 from omniflow import Runtime, plan
 from omniflow.cli.machine import this_machine
 from omniflow.config import RuntimeConfig
@@ -43,7 +43,7 @@ DEVICE = "cuda"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def gpu_facts() -> dict[str, Any]:
+def gpu_facts() -> dict[str, float]:
     """What a step is held against: a large matrix product and a large copy, on random numbers."""
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(left)
@@ -51,14 +51,7 @@ def gpu_facts() -> dict[str, Any]:
     target = torch.empty_like(source)
     product_s = timed(lambda: torch.mm(left, right, out=out), 10)
     copy_s = timed(lambda: target.copy_(source), 10)
-    found = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "tflops": 2 * 8192**3 / product_s / 1e12,
-        "tb_per_s": 2 * 4 * 2**30 / copy_s / 1e12,
-    }
-    return found
+    return {"tflops": 2 * 8192**3 / product_s / 1e12, "tb_per_s": 2 * 4 * 2**30 / copy_s / 1e12}
 
 
 def timed(call: Callable[[], object], count: int) -> float:
@@ -123,7 +116,7 @@ class Steps:
         return [apart(many.numpy(), alone.numpy()) for alone, many in zip(*found, strict=True)]
 
 
-def floor_of(model: TalkerModel, streams: int, facts: dict[str, Any]) -> dict[str, float]:
+def floor_of(model: TalkerModel, streams: int, facts: dict[str, float]) -> dict[str, float]:
     """The fewest operations and bytes of a step: each matrix once over its inputs, each weight read once a pass."""
     flow, reader = (sum(each.numel() for each in part.parameters()) for part in (model.head.net, model.head.feedback))
     backbone = sum(each.numel() for each in model.decoder.parameters())
@@ -140,17 +133,16 @@ def floor_of(model: TalkerModel, streams: int, facts: dict[str, Any]) -> dict[st
     }
 
 
-def measure_steps(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_steps(folder: Path, arguments: argparse.Namespace, report: Report) -> None:
     facts = gpu_facts()
     torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     model = talker_of(folder, arguments.dtype)
     loaded_s = time.perf_counter() - began
     steps = Steps(model, max(STREAMS))
-    found: dict[str, Any] = {"facts": facts, "dtype": arguments.dtype, "plain": arguments.plain}
-    found |= {"load_s": loaded_s, "capture_s": steps.start_s, "gpu_gb": torch.cuda.max_memory_allocated() / 1e9}
-    print(f"{facts}\nloaded in {loaded_s:.1f} s, captured in {steps.start_s:.1f} s", flush=True)
-    found["streams"] = {}
+    report.add({"facts": facts, "dtype": arguments.dtype, "plain": arguments.plain})
+    gpu_gb = torch.cuda.max_memory_allocated() / 1e9
+    report.add({"load_s": loaded_s, "capture_s": steps.start_s, "gpu_gb": gpu_gb})
     for count in STREAMS:
         steps.fill(count)
         join_ms = 1e3 * statistics.median(steps.fill(count) for _ in range(3))
@@ -165,12 +157,14 @@ def measure_steps(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
         floor = floor_of(model, count, facts)
         row = {"join_ms": join_ms, "gpu_ms": gpu_ms, "wall_ms": wall_ms, **floor}
         row["audio_s_per_s"] = count * STEP_S / (wall_ms / 1e3)
-        found["streams"][count] = row
         row["alone_apart"] = max(steps.company(count))
-        print(count, {name: round(value, 4) for name, value in row.items()}, flush=True)
+        report.add(rounded(row), "streams", str(count))
         if arguments.profile and count in (1, 16):
             profile(lambda inputs=inputs: steps.step(inputs).latents.cpu())
-    return found
+
+
+def rounded(row: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.6g}") for name, value in row.items()}
 
 
 def profile(call: Callable[[], object]) -> None:
@@ -202,8 +196,7 @@ def apart(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.linalg.norm(one - other) / np.linalg.norm(other))
 
 
-def measure_check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def measure_check(folder: Path, arguments: argparse.Namespace, report: Report) -> None:
     tiny = Path("tests/actors/ming/fixtures/tiny_ming")
 
     def engine_on(model: TalkerModel, slots: int) -> FlowEngine[Any]:
@@ -217,9 +210,8 @@ def measure_check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
     want = latents_of(FlowEngine(plain, guidance=2.0, sigma=0.25, max_running=4), [1, 2, 3], 4)
     for name, dtype in DTYPES.items():
         got = latents_of(engine_on(load_talker(config, tiny_weights, DEVICE, dtype), 4), [1, 2, 3], 4)
-        found[f"tiny, {name}, against the CPU's float32"] = [
-            [apart(got[seed][4 * n : 4 * n + 4], want[seed][4 * n : 4 * n + 4]) for n in range(4)] for seed in want
-        ]
+        rows = [[apart(got[seed][4 * n : 4 * n + 4], want[seed][4 * n : 4 * n + 4]) for n in range(4)] for seed in want]
+        report.add({f"tiny, {name}, against the CPU's float32": rows})
     plain_kernels(True)
     engine = engine_on(talker_of(folder, "float32"), 16)
     exact = latents_of(engine, [3], 6)[3]
@@ -230,25 +222,21 @@ def measure_check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]
         alone = {seed: latents_of(engine, [seed], 6)[seed] for seed in (1, 7)}
         again = latents_of(engine, [7], 6)[7]
         many = latents_of(engine, list(range(1, 14)), 6)
-        found[f"full, {name}, alone twice"] = float(np.abs(again - alone[7]).max())
-        found[f"full, {name}, alone and among 13"] = [
+        report.add({f"full, {name}, alone twice": float(np.abs(again - alone[7]).max())})
+        rows = [
             [apart(many[seed][4 * n : 4 * n + 4], own[4 * n : 4 * n + 4]) for n in range(6)]
             for seed, own in alone.items()
         ]
-        found[f"full, {name}, against torch's kernels in float32"] = [
-            apart(many[3][4 * n : 4 * n + 4], exact[4 * n : 4 * n + 4]) for n in range(6)
-        ]
+        report.add({f"full, {name}, alone and among 13": rows})
+        from_exact = [apart(many[3][4 * n : 4 * n + 4], exact[4 * n : 4 * n + 4]) for n in range(6)]
+        report.add({f"full, {name}, against torch's kernels in float32": from_exact})
         del engine
         torch.cuda.empty_cache()
-    for key, value in found.items():
-        print(key, np.round(value, 6).tolist(), flush=True)
-    return found
 
 
-def measure_vae(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_vae(folder: Path, arguments: argparse.Namespace, report: Report) -> None:
     config, weights = AudioVae.load(folder / "vae"), read_tensors(folder / "vae")
     latents = np.random.default_rng(0).standard_normal((80, 64), np.float32)
-    found: dict[str, Any] = {}
     plain = load_audio_vae(config, weights, DEVICE)
     want = plain.step(plain.init(), latents, True)
     for name, precision in (("float32", "highest"), ("float32", "high"), ("bfloat16", "highest")):
@@ -274,11 +262,9 @@ def measure_vae(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             row[f"{count} ms"] = 1e3 * statistics.median(taken)
             for each in states:
                 slots.end(each)
-        found[key] = row
-        print(key, {name: round(value, 6) for name, value in row.items()}, flush=True)
+        report.add(rounded(row), key)
         del slots
         torch.cuda.empty_cache()
-    return found
 
 
 async def one_request(runtime: Runtime, number: int, rows: list[dict[str, float]]) -> None:
@@ -331,7 +317,7 @@ async def load(runtime: Runtime, clients: int, requests: int) -> dict[str, float
     }
 
 
-async def measure_serve(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+async def measure_serve(folder: Path, arguments: argparse.Namespace, report: Report) -> None:
     graph = speech(
         folder,
         max_running=arguments.max_running,
@@ -342,15 +328,11 @@ async def measure_serve(folder: Path, arguments: argparse.Namespace) -> dict[str
     config = RuntimeConfig(start_timeout_s=300.0, step_s=120.0)
     began = time.perf_counter()
     async with Runtime(plan(graph.spec(), this_machine(), config), config) as runtime:
-        found: dict[str, Any] = {"start_s": time.perf_counter() - began, "together": arguments.together}
-        print(f"started in {found['start_s']:.1f} s", flush=True)
+        report.add({"start_s": time.perf_counter() - began, "together": arguments.together})
         await load(runtime, 4, 8)  # whatever is done on first use
-        found["loads"] = []
         for clients in arguments.clients:
             row = await load(runtime, clients, max(8, arguments.turns * clients))
-            found["loads"].append(row)
-            print({name: round(value, 4) for name, value in row.items()}, flush=True)
-    return found
+            report.add(rounded(row), f"{clients} clients")
 
 
 def main() -> None:
@@ -372,13 +354,12 @@ def main() -> None:
     if arguments.part == "write":
         write_talker(arguments.folder)
         return
+    report = Report(arguments.json, arguments.part)
     if arguments.part == "serve":
-        found = anyio.run(measure_serve, arguments.folder, arguments)
+        anyio.run(measure_serve, arguments.folder, arguments, report)
     else:
         parts = {"check": measure_check, "steps": measure_steps, "vae": measure_vae}
-        found = parts[arguments.part](arguments.folder, arguments)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        parts[arguments.part](arguments.folder, arguments, report)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import functools
 import importlib.util
 import io
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +43,7 @@ from actors.pictures import read_picture
 from actors.video import VideoClip
 from bench.gpu.ming import profile, timed
 from bench.gpu.ming_media_graph import declare, write_media
+from bench.gpu.report import Report
 from graphs.ming_omni import graph
 from omniflow import Runtime, plan
 from omniflow.cli.machine import this_machine
@@ -198,8 +198,7 @@ def row_of(whole_s: float, host_s: float, gpu_s: float, floor: Floor, items: int
     return {name: round(value, 3) for name, value in found.items()}
 
 
-async def measure_hearing(ears: MingAudioEncoder, arguments: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+async def measure_hearing(ears: MingAudioEncoder, arguments: argparse.Namespace, report: Report) -> None:
     rounds = arguments.rounds
     for seconds, company in itertools.product(arguments.seconds, COMPANY):
         name = f"{seconds} s of sound, {company} at once"
@@ -211,13 +210,10 @@ async def measure_hearing(ears: MingAudioEncoder, arguments: argparse.Namespace)
         gpu = seconds_of(rounds, through, ears._tower, passes)
         whole = await seconds_of_actor(rounds, ears.run, [Waveforms([clip], (0,)) for clip in clips])
         row = row_of(whole, host, gpu, floor_of_sound(ears._tower, passes), company)
-        found[name] = row | {"passes": len(passes)}
-        print(name, found[name], flush=True)
-    return found
+        report.add(row | {"passes": len(passes)}, name)
 
 
-async def measure_seeing(eyes: MingImageEncoder, arguments: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+async def measure_seeing(eyes: MingImageEncoder, arguments: argparse.Namespace, report: Report) -> None:
     rounds = arguments.rounds
     for mpx, company in itertools.product(arguments.mpx, COMPANY):
         name = f"{mpx} Mpx, {company} at once"
@@ -230,11 +226,9 @@ async def measure_seeing(eyes: MingImageEncoder, arguments: argparse.Namespace) 
         whole = await seconds_of_actor(rounds, eyes.run, [Images([file], (0,)) for file in files])
         row = row_of(whole, decode + shrink, gpu, floor_of_sight(eyes._tower, passes), company)
         row |= {"decode_ms": round(1e3 * decode, 3), "resize_ms": round(1e3 * shrink, 3), "passes": len(passes)}
-        found[name] = row
-        print(name, row, flush=True)
+        report.add(row, name)
         if arguments.profile and (mpx, company) == (1.0, 1):
             profile(functools.partial(through, eyes._tower, passes))
-    return found
 
 
 def passes_of(shown: Sequence[Shown]) -> list[list[Shown]]:
@@ -243,9 +237,8 @@ def passes_of(shown: Sequence[Shown]) -> list[list[Shown]]:
     return [[shown[number] for number in batch] for batch in bounded(sizes, seeing.MAX_PATCHES)]
 
 
-async def measure_clips(eyes: MingImageEncoder, arguments: argparse.Namespace) -> dict[str, Any]:
+async def measure_clips(eyes: MingImageEncoder, arguments: argparse.Namespace, report: Report) -> None:
     """Without PyAV, which decodes, the GPU's part alone: of frames that come from no file."""
-    found: dict[str, Any] = {}
     rounds, sizes = arguments.rounds, eyes._tower.sizes
     for company in COMPANY:
         name = f"{CLIP_S} s of video, {company} at once"
@@ -257,9 +250,7 @@ async def measure_clips(eyes: MingImageEncoder, arguments: argparse.Namespace) -
             host = seconds_of(rounds, clips_of, files, sizes)
             whole = await seconds_of_actor(rounds, eyes.run, [Images([file], (0,), (0,)) for file in files])
         row = row_of(whole, host, gpu, floor_of_sight(eyes._tower, passes), company)
-        found[name] = row | {"passes": len(passes), "decoded": HAS_AV}
-        print(name, found[name], flush=True)
-    return found
+        report.add(row | {"passes": len(passes), "decoded": HAS_AV}, name)
 
 
 def made_up_clip(sizes: Vision, seed: int) -> Shown:
@@ -269,27 +260,25 @@ def made_up_clip(sizes: Vision, seed: int) -> Shown:
     return cut(frames, sizes)
 
 
-async def measure_towers(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"device": arguments.device, "dtype": arguments.dtype, "av": HAS_AV}
+async def measure_towers(folder: Path, arguments: argparse.Namespace, report: Report) -> None:
+    report.add({"device": arguments.device, "dtype": arguments.dtype, "av": HAS_AV})
     settings: dict[str, Any] = {"model": str(folder), "device": arguments.device, "dtype": arguments.dtype}
     began = time.perf_counter()
     ears, eyes = MingAudioEncoder(cache_mb=0, **settings), MingImageEncoder(cache_mb=0, **settings)
     await ears.setup()
     await eyes.setup()
-    found["start_s"] = round(time.perf_counter() - began, 2)
-    found |= await measure_hearing(ears, arguments)
-    found |= await measure_seeing(eyes, arguments)
-    found |= await measure_clips(eyes, arguments)
+    report.add({"start_s": round(time.perf_counter() - began, 2)})
+    await measure_hearing(ears, arguments, report)
+    await measure_seeing(eyes, arguments, report)
+    await measure_clips(eyes, arguments, report)
     if torch.cuda.is_available():
-        found["gpu_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
-    return found
+        report.add({"gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2)})
 
 
-def measure_attention(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_attention(arguments: argparse.Namespace, report: Report) -> None:
     """Whether a kernel takes heads of 64 (sound) and of 72 (sight), and what many images cost that are not alike."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    found: dict[str, Any] = {}
     kernels = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
     kernels["efficient"] = SDPBackend.EFFICIENT_ATTENTION
     for (heads, dim), (name, kernel) in itertools.product(((20, 64), (16, 72)), kernels.items()):
@@ -299,11 +288,10 @@ def measure_attention(folder: Path, arguments: argparse.Namespace) -> dict[str, 
             attend = functools.partial(attend_apart, x, x, x, lengths)
             try:
                 with sdpa_kernel(kernel):
-                    found[key] = calls_of(attend, 4 * heads * dim * sum(length**2 for length in lengths), arguments)
+                    row = calls_of(attend, 4 * heads * dim * sum(length**2 for length in lengths), arguments)
+                    report.add(row, key)
             except RuntimeError as error:  # what torch says of a kernel that takes no such heads
-                found[key] = {"refused": str(error)}
-            print(key, found[key], flush=True)
-    return found
+                report.add({"refused": str(error)}, key)
 
 
 def calls_of(attend: Callable[[], object], flops: float, arguments: argparse.Namespace) -> dict[str, float]:
@@ -378,36 +366,31 @@ def summed_up(rows: Sequence[Mapping[str, float]], seconds: float) -> dict[str, 
     return {name: round(value, 2) for name, value in found.items()}
 
 
-async def measure_chat_on(folder: Path, num_gpus: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    name = f"measured{num_gpus}"
+async def measure_chat_on(folder: Path, num_gpus: int, arguments: argparse.Namespace, report: Report) -> None:
+    name, key = f"measured{num_gpus}", f"{num_gpus} GPU" if num_gpus else "cpu"
     declare(name, folder, num_gpus, max(arguments.clients))
     config = RuntimeConfig(start_timeout_s=300.0, step_s=120.0, deadline_s=300.0)
     planned = plan(graph.spec(name), this_machine(), config)
-    found: dict[str, Any] = {
+    found = {
         "hosts": {host.name: [*host.devices, f"{host.device_bytes / 1e9:.2f} GB"] for host in planned.hosts},
         "edges": sorted({f"{edge.source}>{edge.target}: {edge.transport}" for edge in planned.edges}),
     }
+    report.add(found, key)
     numbers = itertools.count(1000 * num_gpus)
     began = time.perf_counter()
     async with Runtime(planned, config) as runtime:
-        found["start_s"] = round(time.perf_counter() - began, 1)
-        print(f"started in {found['start_s']} s on {num_gpus} GPU: {found['hosts']}", flush=True)
+        report.add({"start_s": round(time.perf_counter() - began, 1)}, key)
         for kind in arguments.kinds:  # what is compiled or allocated on first use
             await answers(runtime, kind, numbers, max(arguments.clients), arguments)
         for kind, clients in itertools.product(arguments.kinds, arguments.clients):
-            found[f"{kind}, {clients} clients"] = row = await answers(runtime, kind, numbers, clients, arguments)
-            print(kind, row, flush=True)
-    return found
+            report.add(await answers(runtime, kind, numbers, clients, arguments), key, f"{kind}, {clients} clients")
 
 
-async def measure_chat(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+async def measure_chat(folder: Path, arguments: argparse.Namespace, report: Report) -> None:
     """On one GPU, and spread over as many as are of use, if no numbers of them are named."""
-    if arguments.device == "cpu":
-        return {"cpu": await measure_chat_on(folder, 0, arguments)}
-    found = {}
-    for num_gpus in arguments.gpus or sorted({1, min(3, len(this_machine().gpus))}):
-        found[f"{num_gpus} GPU"] = await measure_chat_on(folder, num_gpus, arguments)
-    return found
+    most = 0 if arguments.device == "cpu" else min(3, len(this_machine().gpus))
+    for num_gpus in sorted({min(number, most) for number in arguments.gpus or (1, most)}):
+        await measure_chat_on(folder, num_gpus, arguments, report)
 
 
 def main() -> None:
@@ -437,15 +420,11 @@ def main() -> None:
             write_media(arguments.folder, arguments.layers, "cuda")
             return
         case "attention":
-            found = measure_attention(arguments.folder, arguments)
+            measure_attention(arguments, Report(arguments.json, "attention"))
         case "towers":
-            found = anyio.run(measure_towers, arguments.folder, arguments)
+            anyio.run(measure_towers, arguments.folder, arguments, Report(arguments.json, "towers"))
         case _:
-            found = anyio.run(measure_chat, arguments.folder, arguments)
-    if arguments.json is not None:
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-        machine = {"gpu": gpu, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-        arguments.json.write_text(json.dumps({"machine": machine, arguments.part: found}, indent=1) + "\n")
+            anyio.run(measure_chat, arguments.folder, arguments, Report(arguments.json, "chat"))
 
 
 if __name__ == "__main__":

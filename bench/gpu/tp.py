@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import statistics
@@ -23,6 +22,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.gpu.report import Report
 from bench.gpu.tp_graph import dummy_folder, prompts, small_folder, thinker
 from omniflow import Runtime, plan
 from omniflow.cli.machine import this_machine
@@ -75,7 +75,7 @@ async def together(runtime: Runtime, asked: list[list[int]], tokens: int, **opti
 # -- equal -------------------------------------------------------------------------------------------------------------
 
 
-async def equal(arguments: argparse.Namespace) -> dict[str, Any]:
+async def equal(arguments: argparse.Namespace, report: Report) -> None:
     asked = prompts(arguments.prompts, 1, 8192)
     answers: dict[int, list[Answer]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -84,12 +84,11 @@ async def equal(arguments: argparse.Namespace) -> dict[str, Any]:
             async with serving(Path(folder), tp, "float32") as runtime:
                 answers[tp] = await together(runtime, asked, arguments.tokens, top_logprobs=2)
     first, *others = arguments.tp
-    results: dict[str, Any] = {"prompts": len(asked), "tokens": arguments.tokens, "dtype": "float32"}
+    report.add({"prompts": len(asked), "tokens": arguments.tokens, "dtype": "float32"})
     for tp in others:
         ends = [parting(mine, theirs) for mine, theirs in zip(answers[tp], answers[first], strict=True)]
         parted = [end for end in ends if end is not None]
-        results[f"tp={tp} beside tp={first}"] = {"equal": len(ends) - len(parted), "parted": parted}
-    return results
+        report.add({"equal": len(ends) - len(parted), "parted": parted}, f"tp={tp} beside tp={first}")
 
 
 def parting(mine: Answer, theirs: Answer) -> dict[str, float] | None:
@@ -105,20 +104,15 @@ def parting(mine: Answer, theirs: Answer) -> dict[str, float] | None:
 # -- rates -------------------------------------------------------------------------------------------------------------
 
 
-async def rates(arguments: argparse.Namespace) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+async def rates(arguments: argparse.Namespace, report: Report) -> None:
     for size in arguments.sizes:
-        results[size] = {}
         for tp in arguments.tp:
             with tempfile.TemporaryDirectory() as folder:
                 async with serving(dummy_folder(size, Path(folder)), tp, "bfloat16") as runtime:
-                    found = results[size][f"tp={tp}"] = await rates_of(runtime, arguments)
-            print(size, f"tp={tp}: idle ranks take of a core:", found["idle_cores"], flush=True)
-    return results
+                    await rates_of(runtime, arguments, report, size, f"tp={tp}")
 
 
-async def rates_of(runtime: Runtime, arguments: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+async def rates_of(runtime: Runtime, arguments: argparse.Namespace, report: Report, *path: str) -> None:
     number = 0
     for batch in arguments.batches:
         rows = []
@@ -130,14 +124,13 @@ async def rates_of(runtime: Runtime, arguments: argparse.Namespace) -> dict[str,
             count = sum(len(each.ids) for each in answers)
             rows.append((count / took, 1e3 * statistics.median(each.first_s for each in answers)))
         speeds, firsts = zip(*rows[1:], strict=True)  # the first compiles and allocates
-        found[str(batch)] = {
+        found = {
             "tokens_per_s": round(statistics.median(speeds), 1),
             "slowest": round(min(speeds), 1),
             "first_ms": round(statistics.median(firsts), 1),
         }
-        print(batch, json.dumps(found[str(batch)]), flush=True)
-    found["idle_cores"] = await idle_cores(pids(runtime))
-    return found
+        report.add(found, *path, str(batch))
+    report.add({"idle_cores": await idle_cores(pids(runtime))}, *path)
 
 
 def pids(runtime: Runtime) -> list[int]:
@@ -162,23 +155,18 @@ def cpu_s(pid: int) -> float:
 # -- kills -------------------------------------------------------------------------------------------------------------
 
 
-async def kills(arguments: argparse.Namespace) -> dict[str, Any]:
+async def kills(arguments: argparse.Namespace, report: Report) -> None:
     size, tp = arguments.sizes[0], max(arguments.tp)
-    results: dict[str, Any] = {"size": size, "tp": tp, "unused_mib": used_mib(), "kills": []}
+    report.add({"size": size, "tp": tp, "unused_mib": used_mib()})
     with tempfile.TemporaryDirectory() as folder:
         async with serving(dummy_folder(size, Path(folder)), tp, "bfloat16") as runtime:
             await together(runtime, prompts(8, 0, VOCAB), 32)
-            results["serving_mib"] = used_mib()
-            results["processes_on_gpus"] = said(APPS)
+            report.add({"serving_mib": used_mib(), "processes_on_gpus": said(APPS)})
             for rank in (tp - 1, 0):
-                found = await kill(runtime, rank)
-                print(json.dumps(found), flush=True)
-                results["kills"].append(found)
-            results["serving_again_mib"] = used_mib()
+                report.add(await kill(runtime, rank), "kills", f"rank {rank}")
+            report.add({"serving_again_mib": used_mib()})
             started = pids(runtime)
-    results["left"] = there(started)
-    results["unused_again_mib"] = used_mib()
-    return results
+    report.add({"left": there(started), "unused_again_mib": used_mib()})
 
 
 async def kill(runtime: Runtime, rank: int) -> dict[str, Any]:
@@ -204,7 +192,6 @@ async def kill(runtime: Runtime, rank: int) -> dict[str, Any]:
     ready_s = await when(lambda: child.state == "ready")
     answers = await together(runtime, prompts(8, 200 + rank, VOCAB), 32)
     return {
-        "rank": rank,
         "errors": sorted({kind for _, kind in ends}),
         "num_errors": len(ends),
         "first_error_ms": round(1e3 * (min(at for at, _ in ends) - began), 1),
@@ -234,7 +221,7 @@ def said(command: list[str]) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], Coroutine[Any, Any, dict[str, Any]]]] = {
+PARTS: dict[str, Callable[[argparse.Namespace, Report], Coroutine[Any, Any, None]]] = {
     "equal": equal,
     "rates": rates,
     "kills": kills,
@@ -253,12 +240,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     began = time.perf_counter()
-    found = asyncio.run(PARTS[arguments.part](arguments))
-    found["seconds"] = round(time.perf_counter() - began, 1)
-    print(json.dumps(found, indent=1))
-    if arguments.json is not None:
-        known = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        arguments.json.write_text(json.dumps(known | {arguments.part: found}, indent=1) + "\n")
+    report = Report(arguments.json, arguments.part)
+    asyncio.run(PARTS[arguments.part](arguments, report))
+    report.add({"seconds": round(time.perf_counter() - began, 1)})
 
 
 if __name__ == "__main__":

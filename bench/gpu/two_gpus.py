@@ -11,7 +11,6 @@ dictionary is not needed here: the talker reads text letter by letter.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from actors.segmenter import Segmenter
 from actors.thinker import Thinker
 from actors.tiny_talker.talker import TinyTalker, TinyTalkerScript
 from bench.gpu.kills import memory_used
+from bench.gpu.report import Report
 from bench.gpu.thinker import prompt_ids
 from omniflow import Budget, Graph, Runtime, plan
 from omniflow.cli.machine import this_machine
@@ -147,26 +147,25 @@ async def together(
     }
 
 
-async def measure(arguments: argparse.Namespace, talkers: list[str]) -> dict[str, Any]:
+async def measure(name: str, talkers: list[str], arguments: argparse.Namespace, report: Report) -> None:
     asked = prompt_ids(arguments.model)
     config = RuntimeConfig(start_timeout_s=120.0, step_s=60.0, deadline_s=120.0)
-    gpus = sorted({device for device in ["gpu:0", *talkers] if device.startswith("gpu")})
+    gpus = sorted({"gpu:0", *talkers}) if arguments.device == "gpu" else []
     before = {gpu: memory_used(int(gpu[4:])) for gpu in gpus}
     planned = plan(build(arguments, talkers).spec(), this_machine(), config)
-    found: dict[str, Any] = {
+    found = {
         "hosts": {host.name: [*host.devices, f"{host.device_bytes / 1e9:.2f} GB"] for host in planned.hosts},
         "edges": sorted({f"{edge.source}>{edge.target}: {edge.transport}" for edge in planned.edges}),
     }
+    report.add(found, name)
     began = time.perf_counter()
     async with Runtime(planned, config) as runtime:
-        found["start_s"] = round(time.perf_counter() - began, 2)
+        report.add({"start_s": round(time.perf_counter() - began, 2)}, name)
         for count in (1, 16):
             await together(runtime, asked, arguments, count)  # what is compiled or allocated on first use
-        found["gpus_mb"] = {gpu: round(memory_used(int(gpu[4:])) - before[gpu]) for gpu in gpus}
+        report.add({"gpus_mb": {gpu: round(memory_used(int(gpu[4:])) - before[gpu]) for gpu in gpus}}, name)
         for count in CLIENTS:
-            found[f"{count} clients"] = await together(runtime, asked, arguments, count)
-            print(count, json.dumps(found[f"{count} clients"]), flush=True)
-    return found
+            report.add(await together(runtime, asked, arguments, count), name, f"{count} clients")
 
 
 def main() -> None:
@@ -185,13 +184,9 @@ def main() -> None:
         plans[f"{num_gpus} GPUs"] = [f"gpu:{number}" for number in range(1, num_gpus)]
     if arguments.device == "cpu":
         plans = {"CPU": ["cpu"]}
-    found = {}
+    report = Report(arguments.json, "several_gpus")
     for name, talkers in plans.items():
-        print(name, flush=True)
-        found[name] = anyio.run(measure, arguments, talkers)
-        print(json.dumps({name: found[name]}, indent=1), flush=True)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        anyio.run(measure, name, talkers, arguments, report)
 
 
 if __name__ == "__main__":
