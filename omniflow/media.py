@@ -184,14 +184,14 @@ class ImageFeatures(msgspec.Struct, frozen=True):
     """Image embeddings: `rows` float32 [num_rows, hidden], image after image; `index` and `videos` as in `Images`.
 
     `grids[i]` is (frames, rows, columns) of image i, as it is seen: their product is how many of the rows are its own.
-    `frame_s[i]` is the time from frame to frame of a clip, 0 for an image.
+    `times_s[i]` are the times of the frames of a clip, empty for an image.
     """
 
     rows: np.ndarray
     index: tuple[int, ...]
     grids: tuple[tuple[int, int, int], ...] = ()
     videos: tuple[int, ...] = ()
-    frame_s: tuple[float, ...] = ()
+    times_s: tuple[tuple[float, ...], ...] = ()
 
 
 class TokenPrompt(msgspec.Struct, frozen=True):

@@ -196,12 +196,16 @@ class VisionConfig(msgspec.Struct, frozen=True):
 
 
 class Pixels(msgspec.Struct, frozen=True):
-    """preprocessor_config.json: how large images are shown, and how bright; by default as Ming's processor does."""
+    """preprocessor_config.json: how large and how bright images are shown, and how clips are written; by default as the
+    processor of Ming-flash-omni-2.0 does it.
+    """
 
     min_pixels: int = 64 * 64
     max_pixels: int = 1280 * 32 * 32
     image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    use_interleaved_frame_timestamp: bool = True
+    """Each frame of a clip is written as an image, and before it when it is."""
 
     @staticmethod
     def load(folder: Path) -> Pixels:

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from actors.ming.config import AUDIO, IMAGE, Thinker
+from actors.ming.config import AUDIO, IMAGE, Pixels, Thinker
 from actors.ming.prompt import (
     AUDIO_TOKENS,
     CLIP_TOKENS,
+    FRAME_TOKENS,
     IMAGE_TOKENS,
     Control,
     Grid,
@@ -29,12 +30,15 @@ from omniflow.media import AudioFeatures, ImageFeatures, Prompt, TokenPrompt
 
 
 class Media(NamedTuple):
-    """A media item as the thinker takes it: `rows` [n, hidden], which of its kinds they are, and a picture's grid."""
+    """A media item as the thinker takes it: `rows` [n, hidden], which of its kinds they are, a picture's grid, and the
+    times of a clip's frames.
+    """
 
     tokens: MediaTokens
     rows: np.ndarray
     kind: int
     grid: Grid | None = None
+    times_s: tuple[float, ...] = ()
 
 
 class MingMerge(ModelStage, MergeRole):
@@ -52,6 +56,7 @@ class MingMerge(ModelStage, MergeRole):
         folder = self._weights.path()
         config = await self.offload(Thinker.load, folder)
         self._hidden_size = config.hidden_size
+        self._tells_times = (await self.offload(Pixels.load, folder)).use_interleaved_frame_timestamp
         self._vocabulary = await self.offload(Vocabulary, folder)
         self._length = PromptLength(config.max_position_embeddings, self._vocabulary.count)
 
@@ -65,7 +70,8 @@ class MingMerge(ModelStage, MergeRole):
         if ctx.options.tools:
             raise UnsupportedError("tools: this model knows no tools; send none", param="tools")
         media = self._media(prompt, audio, image)
-        segments = list(_joined(media[piece] if isinstance(piece, int) else piece for piece in laid_out(prompt)))
+        pieces = (media[piece] if isinstance(piece, int) else piece for piece in laid_out(prompt))
+        segments = list(_joined(_with_marks(pieces, self._tells_times)))
         num_rows = sum(len(each.rows) for each in media.values())
         texts = [each for each in segments if isinstance(each, str)]
         await self._length.refuse_far_too_long(self.offload, texts, num_rows)
@@ -135,22 +141,35 @@ class _Written:
 
 
 def _joined(pieces: Iterable[str | Control | Media]) -> Iterator[str | Control | Media]:
-    """Texts that touch become one, as a tokenizer sees them; media get the tokens around them."""
-    for is_text, group in groupby(_with_marks(pieces), key=lambda piece: isinstance(piece, str)):
+    """Texts that touch become one, as a tokenizer sees them."""
+    for is_text, group in groupby(pieces, key=lambda piece: isinstance(piece, str)):
         if is_text:
             yield "".join(each for each in group if isinstance(each, str))
         else:
             yield from group
 
 
-def _with_marks(pieces: Iterable[str | Control | Media]) -> Iterator[str | Control | Media]:
+def _with_marks(pieces: Iterable[str | Control | Media], tells_times: bool) -> Iterator[str | Control | Media]:
+    """Media with the tokens around them; with `tells_times` a clip frame by frame."""
     for piece in pieces:
-        if isinstance(piece, Media):
+        if not isinstance(piece, Media):
+            yield piece
+        elif tells_times and piece.times_s:
+            yield from _frame_by_frame(piece, piece.times_s)
+        else:
             yield from (piece.tokens.begin, piece, piece.tokens.end)
             if piece.tokens.after:
                 yield piece.tokens.after
-        else:
-            yield piece
+
+
+def _frame_by_frame(clip: Media, times_s: Sequence[float]) -> Iterator[str | Control | Media]:
+    assert clip.grid is not None
+    grid = Grid(1, clip.grid.rows, clip.grid.columns)
+    yield clip.tokens.begin
+    for time_s, rows in zip(times_s, np.split(clip.rows, len(times_s)), strict=True):
+        frame = Media(FRAME_TOKENS, rows, clip.kind, grid)
+        yield from (f"<{time_s:.1f} seconds>", frame.tokens.begin, frame, frame.tokens.end)
+    yield clip.tokens.end
 
 
 def _heard(audio: AudioFeatures | None) -> Iterator[tuple[int, Media]]:
@@ -167,8 +186,11 @@ def _seen(image: ImageFeatures | None) -> Iterator[tuple[int, Media]]:
         return
     grids = [Grid(*grid) for grid in image.grids]
     pieces = _split(image.rows, image.index, [grid.size for grid in grids], "images")
-    for number, rows, grid in zip(image.index, pieces, grids, strict=True):
-        yield number, Media(CLIP_TOKENS if number in image.videos else IMAGE_TOKENS, rows, IMAGE, grid)
+    times = image.times_s or ((),) * len(grids)
+    for number, rows, grid, times_s in zip(image.index, pieces, grids, times, strict=True):
+        if number in image.videos and len(times_s) != grid.frames:
+            raise ProtocolError(f"media {number}: {len(times_s)} times for the {grid.frames} frames of a clip")
+        yield number, Media(CLIP_TOKENS if number in image.videos else IMAGE_TOKENS, rows, IMAGE, grid, times_s)
 
 
 def _split(rows: np.ndarray, index: Sequence[int], sizes: Sequence[int], what: str) -> list[np.ndarray]:

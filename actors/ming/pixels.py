@@ -33,13 +33,13 @@ class Shown(NamedTuple):
     """An image or a clip, cut in patches.
 
     `values` is uint8 [frames * rows * columns, patch_dim], each patch as (colour, frame, row, column); those that are
-    merged into one input follow each other. `grid` is (frames, rows, columns) of the patches. `frame_s` is the time
-    between frames of a clip, 0 for an image.
+    merged into one input follow each other. `grid` is (frames, rows, columns) of the patches. `times_s` are the times
+    of the frames of a clip, empty for an image.
     """
 
     values: np.ndarray
     grid: tuple[int, int, int]
-    frame_s: float = 0.0
+    times_s: tuple[float, ...] = ()
 
 
 def show_image(picture: Image, where: str, sizes: Vision, pixels: Pixels) -> Iterator[Shown | None]:
@@ -68,7 +68,17 @@ def show_clip(clip: VideoClip, where: str, sizes: Vision, max_frames: int) -> It
             frames.append(_resized(picture, size))
         yield None
     shown_hz = len(wanted) / clip.count * clip.rate_hz
-    yield cut(np.stack(frames), sizes)._replace(frame_s=sizes.temporal_patch_size / shown_hz)
+    times_s = frame_times(len(wanted), sizes.temporal_patch_size, shown_hz)
+    yield cut(np.stack(frames), sizes)._replace(times_s=times_s)
+
+
+def frame_times(count: int, depth: int, rate_hz: float) -> tuple[float, ...]:
+    """When each frame is, in seconds, that `depth` of `count` pictures became: in the middle of its first and its last.
+
+    The last picture is repeated where there are too few.
+    """
+    firsts = range(0, count, depth)
+    return tuple((first + min(first + depth, count) - 1) / 2 / rate_hz for first in firsts)
 
 
 def frames_to_see(count: int, rate_hz: float, max_frames: int) -> list[int]:

@@ -5,6 +5,10 @@
     detailed thinking off<|role_end|><role>HUMAN</role>What is this? <image><imagePatch>...</image>
     <|role_end|><role>ASSISTANT</role>
 
+Of a clip each frame is written like an image, behind the time at which it is:
+
+    <video><0.2 seconds><image><framePatch>...</image><1.2 seconds><image><framePatch>...</image></video>
+
 That is the chat template of its tokenizer_config.json, and how its processor writes media (MIT,
 github.com/inclusionAI/Ming, processing_bailingmm2.py). Pieces of a message stand side by side, as they were sent.
 """
@@ -47,6 +51,8 @@ class MediaTokens(NamedTuple):
 
 IMAGE_TOKENS = MediaTokens(Control("<image>"), Control("<imagePatch>"), Control("</image>"), "\n")
 CLIP_TOKENS = MediaTokens(Control("<video>"), Control("<framePatch>"), Control("</video>"), "\n")
+FRAME_TOKENS = MediaTokens(IMAGE_TOKENS.begin, CLIP_TOKENS.each, IMAGE_TOKENS.end)
+"""Of a frame of a clip that is written frame by frame, between those of the clip."""
 AUDIO_TOKENS = MediaTokens(Control("<audio>"), Control("<audioPatch>"), Control("</audio>"))
 _ROLE, _ROLE_IS, _TURN_ENDS = Control("<role>"), Control("</role>"), Control("<|role_end|>")
 CONTROLS = (_ROLE, _ROLE_IS, _TURN_ENDS, *IMAGE_TOKENS[:3], *CLIP_TOKENS[:3], *AUDIO_TOKENS[:3])

@@ -36,7 +36,7 @@ class _Seen(NamedTuple):
     rows: np.ndarray
     grid: tuple[int, int, int]
     """After merging."""
-    frame_s: float
+    times_s: tuple[float, ...]
 
 
 class MingImageEncoder(MediaEncoder[_Item, Shown, _Seen]):
@@ -115,7 +115,7 @@ class MingImageEncoder(MediaEncoder[_Item, Shown, _Seen]):
                 yield None
             else:
                 grids = [(frames, high // merge, wide // merge) for frames, high, wide in (each.grid for each in batch)]
-                yield [_Seen(*each) for each in zip(passed, grids, (each.frame_s for each in batch), strict=True)]
+                yield [_Seen(*each) for each in zip(passed, grids, (each.times_s for each in batch), strict=True)]
 
     def num_bytes(self, made: _Seen) -> int:
         return made.rows.nbytes
@@ -148,5 +148,5 @@ def _features(request: Images, seen: Sequence[_Seen]) -> ImageFeatures:
         index=request.index,
         grids=tuple(each.grid for each in seen),
         videos=request.videos,
-        frame_s=tuple(each.frame_s for each in seen),
+        times_s=tuple(each.times_s for each in seen),
     )

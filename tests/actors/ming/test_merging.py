@@ -53,7 +53,11 @@ def heard(*sizes: int, index: tuple[int, ...] = (0,)) -> AudioFeatures:
 
 def seen(*grids: tuple[int, int, int], index: tuple[int, ...] = (0,), videos: tuple[int, ...] = ()) -> ImageFeatures:
     size = sum(frames * height * width for frames, height, width in grids)
-    return ImageFeatures(rows(size, 2), index, grids, videos, (1.0,) * len(grids))
+    times = tuple(
+        tuple(0.25 + at for at in range(frames)) if number in videos else ()
+        for number, (frames, _, _) in zip(index, grids, strict=True)
+    )
+    return ImageFeatures(rows(size, 2), index, grids, videos, times)
 
 
 def ids_of(text: str) -> list[int]:
@@ -74,7 +78,9 @@ async def test_media_stand_where_they_were_sent_with_a_token_each_row(merge: Min
     assert result.ids == ids_of(
         f"{BEGIN}Look:<image>{'<imagePatch>' * 6}</image>\nWhat is it?<audio>{'<audioPatch>' * 3}</audio><|role_end|>"
         "<role>ASSISTANT</role>A cat.<|role_end|><role>HUMAN</role>"
-        f"<video>{'<framePatch>' * 4}</video>\n<audio>{'<audioPatch>' * 2}</audio>And now?{END}"
+        f"<video><0.2 seconds><image>{'<framePatch>' * 2}</image>"
+        f"<1.2 seconds><image>{'<framePatch>' * 2}</image></video>"
+        f"<audio>{'<audioPatch>' * 2}</audio>And now?{END}"
     )
     kind_of = {"<imagePatch>": IMAGE, "<framePatch>": IMAGE, "<audioPatch>": AUDIO}
     by_id = {TOKENIZER.token_to_id(token): kind for token, kind in kind_of.items()}
@@ -90,11 +96,25 @@ async def test_media_stand_where_they_were_sent_with_a_token_each_row(merge: Min
 async def test_places_are_those_of_the_pictures_in_the_text(merge: MingMerge) -> None:
     image = seen((1, 3, 4), (3, 2, 2), (1, 1, 1), index=(0, 1, 3), videos=(1,))
     result = await merge.run(user("a", 0, 1, "b", 2, 3), heard(4, index=(2,)), image, context())
-    parts: list[int | Grid] = [len(ids_of(f"{BEGIN}a<image>")), Grid(1, 3, 4), len(ids_of("</image>\n<video>"))]
-    parts += [Grid(3, 2, 2), len(ids_of("</video>\nb<audio>")) + 4 + len(ids_of("</audio><image>")), Grid(1, 1, 1)]
+    parts: list[int | Grid] = [len(ids_of(f"{BEGIN}a<image>")), Grid(1, 3, 4)]
+    parts += [len(ids_of("</image>\n<video><0.2 seconds><image>")), Grid(1, 2, 2)]
+    parts += [len(ids_of("</image><1.2 seconds><image>")), Grid(1, 2, 2)] * 2
+    parts += [len(ids_of("</image></video>b<audio>")) + 4 + len(ids_of("</audio><image>")), Grid(1, 1, 1)]
     parts += [len(ids_of(f"</image>\n{END}"))]
     assert result.places is not None and result.places.dtype == np.int64
     assert result.places.T.tolist() == by_definition(parts)
+
+
+async def test_without_times_a_clip_is_one_grid_of_its_frames(folder: Path, tmp_path: Path) -> None:
+    """As the older processor writes it."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    (other / "preprocessor_config.json").write_text(json.dumps({"use_interleaved_frame_timestamp": False}))
+    merge = MingMerge(model=str(other))
+    await merge.setup()
+    result = await merge.run(user("a", 0), None, seen((3, 2, 2), videos=(0,)), context())
+    assert result.ids == ids_of(f"{BEGIN}a<video>{'<framePatch>' * 12}</video>\n{END}")
+    parts = [len(ids_of(f"{BEGIN}a<video>")), Grid(3, 2, 2), len(ids_of(f"</video>\n{END}"))]
+    assert result.places is not None and result.places.T.tolist() == by_definition(parts)
 
 
 async def test_what_a_picture_leaves_behind_is_tokenized_with_the_text_after_it(merge: MingMerge) -> None:
@@ -149,6 +169,7 @@ async def test_tools_are_refused_by_name(merge: MingMerge) -> None:
         (None, ImageFeatures(rows(6, 0), (0,)), r"images: rows of shape \[6, 64\] for 1 items of \[\] rows"),
         (None, ImageFeatures(rows(6, 0), (0,), ((1, 2, 4),)), r"for 1 items of \[8\] rows"),
         (None, ImageFeatures(rows(6, 0), (), ()), "for 0 items"),
+        (None, ImageFeatures(rows(6, 0), (0,), ((3, 1, 2),), (0,)), "0 times for the 3 frames of a clip"),
     ],
 )
 async def test_features_that_are_not_the_prompts_are_refused(

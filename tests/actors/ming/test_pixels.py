@@ -49,7 +49,7 @@ def test_an_image_is_transformers_patches(size: tuple[int, int]) -> None:
     picture = scene(*size)
     shown = shown_as(picture, "image 1")
     values, (grid,) = transformers_patches([picture], VISION, PIXELS)
-    assert shown.grid == tuple(grid) and shown.frame_s == 0
+    assert shown.grid == tuple(grid) and shown.times_s == ()
     assert shown.values.dtype == np.uint8 and shown.values.shape == (np.prod(grid), 1536)
     assert np.abs(bright(shown, PIXELS) - values).max() <= 1e-5
     assert size == (1, 1) or values.std() > 0.5
@@ -123,7 +123,7 @@ def test_two_frames_a_second_of_a_clip_are_seen() -> None:
     made = VideoClip(clip(20, rate_hz=8), "clip 1")  # 2.5 s: 5 frames
     shown = shown_of(show_clip(made, "clip 1", SMALL, 256))
     frames, rows, columns = shown.grid
-    assert frames == 3 and shown.frame_s == pytest.approx(2 * 20 / 8 / 5)
+    assert frames == 3 and shown.times_s == pytest.approx([0.25, 1.25, 2.0])  # the last one is alone
     pixels = shown.values.reshape(3, rows // 2, columns // 2, 2, 2, 3, 2, 4, 4)
     bottom_right = pixels[:, -1, -1, :, :, :, :].mean(axis=(1, 2, 3, 5, 6))
     assert np.abs(bottom_right.flatten() - (20 + 8 * np.array([0, 4, 9, 14, 19, 19]))).max() < 3

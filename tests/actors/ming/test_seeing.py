@@ -44,7 +44,7 @@ def rows_of(features: ImageFeatures) -> list[np.ndarray]:
     """Those of each image, by its grid."""
     assert features.rows.dtype == np.float32 and features.rows.shape[1] == HIDDEN
     counts = [frames * rows * columns for frames, rows, columns in features.grids]
-    assert len(features.rows) == sum(counts) and len(features.index) == len(features.frame_s) == len(counts)
+    assert len(features.rows) == sum(counts) and len(features.index) == len(features.times_s) == len(counts)
     return np.split(features.rows, np.cumsum(counts)[:-1])
 
 
@@ -88,7 +88,7 @@ async def test_an_image_and_a_clip_become_the_rows_of_their_patches(encoder: Min
     ]
     assert features.grids == tuple((each.grid[0], each.grid[1] // 2, each.grid[2] // 2) for each in wanted)
     assert features.grids[0] == (1, 5, 12) and features.grids[1][0] == 3
-    assert features.frame_s == (0, pytest.approx(1.0), 0)
+    assert features.times_s == ((), pytest.approx((0.25, 1.25, 2.0)), ())
     for rows, each in zip(rows_of(features), wanted, strict=True):
         assert np.abs(rows - rows_by(tower, each)).max() <= 1e-5
 
@@ -124,7 +124,7 @@ async def test_what_was_seen_before_is_not_seen_again(
     assert np.array_equal(rows_of(first)[0], rows_of(first)[1])
     assert np.array_equal(rows_of(first)[0], rows_of(second)[2])
     assert np.array_equal(rows_of(first)[2], rows_of(second)[1])
-    assert second.frame_s == (0, first.frame_s[2], 0)
+    assert second.times_s == ((), first.times_s[2], ())
     encoder._recent = type(encoder._recent)(65 * HIDDEN * 4, lambda seen: seen.rows.nbytes)
     for data in (WIDE, SMALL, WIDE):  # 60 and 6 rows: they do not fit beside each other
         await encoder.run([Images([data], (0,))])

@@ -98,7 +98,7 @@ async def merged(folder: Path) -> TokenPrompt:
     assert taken.audio is not None and taken.image is not None
     heard = AudioFeatures(index=taken.audio.index, audio_s=0.1, rows=rows(5, 1), num_rows=(5,))
     grids = ((1, 3, 4), (2, 2, 2))
-    seen = ImageFeatures(rows(20, 2), taken.image.index, grids, taken.image.videos, (0.0, 1.0))
+    seen = ImageFeatures(rows(20, 2), taken.image.index, grids, taken.image.videos, ((), (0.25, 1.25)))
     return await merge.run(taken.prompt, heard, seen, context())
 
 
