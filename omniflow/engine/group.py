@@ -207,7 +207,10 @@ def messages_of(calls: Sequence[Call]) -> list[bytes | memoryview]:
     def name(tensor: torch.Tensor) -> msgspec.msgpack.Ext:
         import torch
 
-        plain = tensor.detach().cpu().contiguous()
+        from omniflow.engine.streams import in_order
+
+        with in_order(tensor):
+            plain = tensor.detach().cpu().contiguous()
         contents.append(plain.reshape(-1).view(torch.uint8).numpy().data)
         dtype = str(plain.dtype).removeprefix("torch.")
         return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((dtype, tuple(plain.shape))))
