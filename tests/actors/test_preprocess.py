@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import io
 import struct
+import threading
 from collections.abc import AsyncIterator
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import soundfile
 
+from actors import preprocess
 from actors.clip import BLOCK_FRAMES, Clip
 from actors.preprocess import Preprocess
 from actors.roles import Preprocessed
@@ -27,6 +30,7 @@ from omniflow.media import (
 )
 from tests.doubles import counted_turns
 from tests.speech import encoded, samples_of
+from tests.waiting import HANGS_S
 
 pytestmark = pytest.mark.anyio
 
@@ -288,3 +292,41 @@ async def test_event_loop_goes_on_while_audio_is_decoded(actor: Preprocess) -> N
     async with counted_turns() as turns:
         await decoded(actor, data)
     assert turns.num > 2 * 50 * 48_000 // BLOCK_FRAMES, "two or more for each block"
+
+
+async def test_recordings_are_decoded_beside_each_other_and_stay_in_order(
+    actor: Preprocess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are decoders meet, which would break where they came one by one."""
+    meeting, opened = threading.Barrier(4, timeout=HANGS_S), preprocess.Clip
+
+    def met(*args: Any, **named: Any) -> Clip:
+        meeting.wait()
+        return opened(*args, **named)
+
+    monkeypatch.setattr(preprocess, "Clip", met)
+    sizes = [0.4, 0.1, 0.3, 0.2, 0.5, 0.7, 0.6, 0.8]
+    parts = [AudioPart(file(tone(seconds, 16_000), 16_000), "wav") for seconds in sizes]
+    result = await actor.run(chat(*parts))
+    assert result.audio is not None
+    assert [len(samples) / 16_000 for samples in result.audio.samples] == pytest.approx(sizes)
+
+
+async def test_the_first_bad_recording_is_named_whichever_is_known_first(
+    actor: Preprocess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second_is_known, opened = threading.Event(), preprocess.Clip
+
+    def slow_first(data: bytes, *, where: str, **named: Any) -> Clip:
+        if where.endswith("[0]"):
+            assert second_is_known.wait(HANGS_S)
+        try:
+            return opened(data, where=where, **named)
+        finally:
+            if where.endswith("[1]"):
+                second_is_known.set()
+
+    monkeypatch.setattr(preprocess, "Clip", slow_first)
+    with pytest.raises(InvalidInputError, match=r"^messages\[0\]\.content\[0\]: ") as refused:
+        await actor.run(chat(AudioPart(b"no sound", "wav"), AudioPart(b"nor this", "wav")))
+    assert refused.value.param == "messages"
