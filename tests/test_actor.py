@@ -12,6 +12,7 @@ import pytest
 
 from omniflow.actor import Actor, BatchPolicy, Context, Emit, Outputs, Port, Stream, batched, ports_of
 from omniflow.errors import GraphError
+from tests.waiting import HANGS_S
 
 
 class A(msgspec.Struct, frozen=True):
@@ -191,7 +192,7 @@ async def test_offload_runs_one_call_at_a_time_in_the_order_of_the_callers() -> 
         for number in range(5):
             tasks.start_soon(actor.offload, work, number)
     assert (most, order) == (1, [0, 1, 2, 3, 4])
-    meet = threading.Barrier(2, timeout=5)
+    meet = threading.Barrier(2, timeout=HANGS_S)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(actor.offload, meet.wait)
         tasks.start_soon(other.offload, meet.wait)

@@ -896,7 +896,7 @@ def test_run_serves_what_it_prints_and_drains(start: Start, cli: Cli) -> None:
 
     # A request that runs may end; then the process does.
     replies: list[httpx.Response] = []
-    caller = threading.Thread(target=lambda: replies.append(server.chat("one wait wait two", stream=True)))
+    caller = threading.Thread(target=lambda: replies.append(server.chat("one " + "wait " * 6 + "two", stream=True)))
     caller.start()
     wait_until(lambda: httpx.get(f"{server.url}/health", timeout=HANGS_S).json()["in_flight"] == 1)
     server.process.send_signal(signal.SIGTERM)
@@ -983,8 +983,8 @@ def stages_of(answer: httpx.Response) -> dict[str, dict[str, Any]]:
 
 
 def test_ready_shows_every_stage_while_requests_run_and_while_it_drains(start: Start) -> None:
-    server = start(PARROT, "--profile", "loud", "--port", "0", "--set", "runtime.hang_s=1").wait_ready()
-    caller = threading.Thread(target=server.chat, args=("one " + "wait " * 3,))
+    server = start(PARROT, "--profile", "loud", "--port", "0", "--set", "runtime.hang_s=3").wait_ready()
+    caller = threading.Thread(target=server.chat, args=("one " + "wait " * 400,))
     caller.start()
     busy = {"name": "parrot", "state": "ready", "restarts": 0, "in_flight": 1, "running": 1, "queued": 0}
     idle = busy | {"name": "hum", "in_flight": 0, "running": 0}
@@ -998,6 +998,7 @@ def test_ready_shows_every_stage_while_requests_run_and_while_it_drains(start: S
     assert httpx.get(f"{server.url}/live", timeout=HANGS_S).status_code == 200
     refused = server.chat("hello")
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+    server.process.send_signal(signal.SIGTERM)
     assert server.end() == 0
     caller.join()
 
@@ -1082,7 +1083,7 @@ def test_a_signal_while_stages_start_ends_the_command(start: Start, tmp_path: Pa
     (tmp_path / "my_slow.py").write_text(USER_GRAPH.format(setup="import anyio; await anyio.sleep(60)"))
     port = free_port()
     server = start("my_slow.py", "--port", str(port), "--single-process", cwd=tmp_path)
-    wait_until(lambda: answers(port), 20)
+    wait_until(lambda: answers(port))
     assert httpx.get(f"http://127.0.0.1:{port}/live", timeout=HANGS_S).status_code == 200
     assert httpx.get(f"http://127.0.0.1:{port}/ready", timeout=HANGS_S).status_code == 503
     server.process.send_signal(signal.SIGTERM)

@@ -54,7 +54,7 @@ async def test_a_slow_client_holds_back_its_own_source_and_no_other(cluster: Clu
 
 @everywhere
 async def test_the_status_shows_what_each_stage_has_to_do(cluster: Cluster) -> None:
-    async with running(build("block", 4), cluster, hang_s=0.5) as runtime:
+    async with running(build("block", 4), cluster, hang_s=2.0) as runtime:
         reply = await runtime.submit("order", Order(20, "never"), outputs=["drops"])
         other = await runtime.submit("order", Order(20), outputs=["num"])
         with anyio.fail_after(HANGS_S):
@@ -166,9 +166,9 @@ async def test_every_item_taken_makes_room_at_once() -> None:
 async def test_the_deadline_of_a_fan_in_names_the_missing_port(cluster: Cluster, late: str) -> None:
     async with running(fork.build(), cluster) as runtime:
         with pytest.raises(DeadlineError) as caught:
-            await (await runtime.submit("job", Job(late, "sleep"), deadline_s=0.1)).collect()
+            await (await runtime.submit("job", Job(late, "sleep"), deadline_s=0.4)).collect()
         assert str(caught.value) == (
-            f"stage {late!r}: the deadline of 0.1 s passed while stage {late!r} was running, "
+            f"stage {late!r}: the deadline of 0.4 s passed while stage {late!r} was running, "
             f"and port {late!r} of stage 'join' waited for it"
         )
         found = await (await runtime.submit("job", Job())).collect()
@@ -176,7 +176,7 @@ async def test_the_deadline_of_a_fan_in_names_the_missing_port(cluster: Cluster,
 
 
 async def test_a_source_that_cannot_even_say_that_it_runs_is_named_by_the_port_that_waits() -> None:
-    async with running(fork.build(), CPU, hang_s=0.5) as runtime:
+    async with running(fork.build(), CPU, hang_s=1.5) as runtime:
         with pytest.raises(DeadlineError) as caught:
-            await (await runtime.submit("job", Job("right", "block"), deadline_s=0.1)).collect()
-        assert str(caught.value) == ("stage 'join': the deadline of 0.1 s passed while port 'right' waited for right")
+            await (await runtime.submit("job", Job("right", "block"), deadline_s=0.4)).collect()
+        assert str(caught.value) == ("stage 'join': the deadline of 0.4 s passed while port 'right' waited for right")

@@ -548,7 +548,7 @@ async def test_a_host_that_cannot_start_again_is_tried_again(tmp_path: Path, cap
 
 
 async def test_a_stage_that_blocks_its_event_loop_is_killed_as_hung() -> None:
-    async with running(row.row("one", "two", restart=AGAIN), CPU, hang_s=0.3) as runtime:
+    async with running(row.row("one", "two", restart=AGAIN), CPU, hang_s=1.0) as runtime:
         with anyio.fail_after(HANGS_S):
             error = await error_of(runtime, "job", Job("two", "block"))
         assert isinstance(error, StageDiedError)
@@ -572,7 +572,7 @@ async def engine_holds(runtime: Runtime, *wanted: int) -> StageStatus:
 
 async def test_heartbeats_tell_what_engines_hold(tmp_path: Path) -> None:
     later = tmp_path / "later"
-    async with running(tally.tally(later), CPU, step_s=0.5) as runtime:
+    async with running(tally.tally(later), CPU, step_s=1.0) as runtime:
         await engine_holds(runtime, 0, 0, 0, 100)
         replies = [await runtime.submit("number", number) for number in range(3)]
         where = (await engine_holds(runtime, 1, 2, 10, 100)).host
@@ -620,7 +620,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 
 async def test_a_stage_whose_step_never_returns_is_killed_as_stuck() -> None:
     """Its event loop turns, so it beats; what it says there is that the step goes on and on."""
-    async with running(row.row("one", "two", restart=AGAIN), CPU, step_s=0.5) as runtime:
+    async with running(row.row("one", "two", restart=AGAIN), CPU, step_s=1.0) as runtime:
         with anyio.fail_after(HANGS_S):
             error = await error_of(runtime, "job", Job("two", "never return"))
         assert isinstance(error, StageDiedError)
@@ -673,8 +673,8 @@ async def test_death_in_setup_shows_stage_and_traceback(in_setup: str, message: 
 
 async def test_a_stage_that_is_never_ready_is_named() -> None:
     graph = row.row("one", "two", two={"in_setup": "hang"})
-    with pytest.raises(StartError, match=r"stage 'two': not ready after 0.5 s \(still setting up: two\)"):
-        await unstarted(graph, CPU, start_timeout_s=0.5).__aenter__()
+    with pytest.raises(StartError, match=r"stage 'two': not ready after 2 s \(still setting up: two\)"):
+        await unstarted(graph, CPU, start_timeout_s=2.0).__aenter__()
 
 
 async def test_a_cancelled_start_leaves_nothing() -> None:

@@ -34,6 +34,7 @@ from omniflow.runtime import Runtime
 from .graphs import timed, tokens, words
 from .graphs.words import Line
 from .running import CPU, INLINE, running, settled, unstarted
+from .waiting import HANGS_S
 
 CLUSTERS = pytest.mark.parametrize("cluster", [INLINE, CPU], ids=["inline", "processes"])
 LINE_EDGES = {
@@ -427,7 +428,7 @@ def test_a_slow_disk_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(RecordingFolder, "_make_room", lambda *_: go_on.wait(10))
+    monkeypatch.setattr(RecordingFolder, "_make_room", lambda *_: go_on.wait(HANGS_S))
     with RecordingFolder(tmp_path) as folder:
         for number in range(70):
             folder.keep(a_recording(number))

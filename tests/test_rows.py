@@ -157,7 +157,7 @@ async def test_an_error_names_the_stage_of_the_row_that_made_it(
 @CLUSTERS
 async def test_a_deadline_names_the_stage_of_the_row_that_runs(cluster: Cluster) -> None:
     with pytest.raises(DeadlineError, match="while stage 'wrong' was running"):
-        await ask(with_wrong("sleep"), cluster, "numbers", [1], deadline_s=0.1)
+        await ask(with_wrong("sleep"), cluster, "numbers", [1], deadline_s=0.4)
 
 
 class Perhaps(Outputs):

@@ -789,8 +789,8 @@ async def test_a_stage_that_fails_in_setup() -> None:
 
 
 async def test_a_stage_that_is_never_ready() -> None:
-    runtime = unstarted(row.row("one", one={"in_setup": "hang"}), start_timeout_s=0.05)
-    with pytest.raises(StartError, match=r"not ready after 0.05 s \(still setting up: one\)"):
+    runtime = unstarted(row.row("one", one={"in_setup": "hang"}), start_timeout_s=0.3)
+    with pytest.raises(StartError, match=r"not ready after 0.3 s \(still setting up: one\)"):
         await runtime.__aenter__()
 
 

@@ -133,7 +133,7 @@ class _IndexHandler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body[: len(body) // 2])
             self.wfile.flush()
             self.server.half_sent.set()
-            self.server.go_on.wait(20)
+            self.server.go_on.wait(HANGS_S)
             body = body[len(body) // 2 :]
         lost = self.server.num_lost if kind == "application/zip" else 0
         self.wfile.write(body[: len(body) - lost])

@@ -67,7 +67,7 @@ class Asked:
 
 async def test_killed_again_and_again_while_it_is_set_up(dice: random.Random) -> None:
     """From the fork on, at any moment: each death counts as one, and the host is started again."""
-    async with running(perils.build(setup_s=0.05), CPU) as runtime:
+    async with running(perils.build(setup_s=0.3), CPU) as runtime:
         child = runtime._supervisor.children["start"]
         async with anyio.create_task_group() as tasks:
             await kill(runtime, "start")
@@ -142,7 +142,7 @@ async def test_a_death_of_which_its_parent_says_nothing(monkeypatch: pytest.Monk
 async def test_killed_during_the_first_start() -> None:
     """Nothing was ever up: that is an error of the start, which names the stage; no other host stays."""
     for delay_s in (0.0, 0.002, 0.01, 0.05):
-        runtime = unstarted(perils.build(setup_s=0.1), CPU)
+        runtime = unstarted(perils.build(setup_s=2.0), CPU)
         child = runtime._supervisor.children["start"]
 
         async def kill_it() -> None:
@@ -166,7 +166,7 @@ async def test_while_a_batch_runs() -> None:
         asked = Asked()
         async with anyio.create_task_group() as tasks:
             for _ in range(10):
-                tasks.start_soon(asked.one, runtime, "seconds", 0.5)
+                tasks.start_soon(asked.one, runtime, "seconds", 5.0)
             await until(lambda: runtime.status().in_flight == 10)
             await anyio.sleep(0.1)
             await kill(runtime, "batch")
@@ -323,13 +323,13 @@ async def test_stopped_at_any_moment_of_a_restart(dice: random.Random) -> None:
 
 async def test_a_stopped_host_is_noticed_by_its_heart() -> None:
     """SIGSTOP: it is not dead, it only does nothing more. It is treated as dead."""
-    async with running(perils.build(), CPU, hang_s=0.5) as runtime:
+    async with running(perils.build(), CPU, hang_s=1.0) as runtime:
         replies = [await runtime.submit("task", Task(num=1000)) for _ in range(4)]
         for reply in replies:
             await anext(reply)
         began = time.monotonic()
         await kill(runtime, "hold", signal.SIGSTOP)
-        assert time.monotonic() - began > 0.3
+        assert time.monotonic() - began > 0.7
         for reply in replies:
             with pytest.raises(StageDiedError):
                 await reply.collect()

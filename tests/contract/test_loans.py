@@ -13,6 +13,7 @@ import pytest
 from omniflow.media import AudioChunk
 from omniflow.transport.arrow_shm import ArrowShmLink, socket_pair
 
+from ..waiting import until
 from .echo import Inner
 from .ends import Ends, Inbox
 
@@ -137,8 +138,7 @@ async def test_sent_twice_over_one_link_and_once_over_another(shm: Ends) -> None
     for held in (2, 1, 0):
         assert shm.memory_a.pool.blocks_in_use == 1
         got.pop(0)
-        await anyio.sleep(0.01)
-        assert shm.a.statistics().blocks_held + to_c.statistics().blocks_held == held
+        await until(lambda: shm.a.statistics().blocks_held + to_c.statistics().blocks_held == held)  # noqa: B023
     assert shm.memory_a.pool.blocks_in_use == 0
     to_c.close()
     at_c.close()
@@ -180,8 +180,7 @@ async def test_who_allocates_does_not_overtake_those_who_wait(shm: Ends) -> None
         tasks.start_soon(shm.send, np.zeros(500_000, np.uint8))
         await anyio.wait_all_tasks_blocked()
         del held[0]
-        await anyio.sleep(0.01)
-        assert shm.memory_a.pool.blocks_in_use == 15
+        await until(lambda: shm.memory_a.pool.blocks_in_use == 15)
         assert shm.a.allocate(60_000) is None
         held.clear()
         assert len((await shm.at_b.item()).value) == 500_000

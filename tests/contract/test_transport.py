@@ -23,6 +23,7 @@ from omniflow.media import AudioChunk
 from omniflow.messages import Beat, Cancel, Connect, Credit
 from omniflow.transport.arrow_shm import ArrowShmLink
 
+from ..waiting import HANGS_S
 from .echo import TYPES, Inner
 from .ends import KINDS, Ends
 
@@ -610,7 +611,7 @@ def other_process() -> Iterator[socket.socket]:
         theirs.close()
         yield ours
         ours.close()
-        assert process.wait(10) == 0
+        assert process.wait(HANGS_S) == 0
 
 
 async def test_another_process(other_process: socket.socket) -> None:

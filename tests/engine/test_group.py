@@ -17,6 +17,7 @@ from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.transformers import TransformersEngine
 from omniflow.errors import ActorBrokenError, ContextLengthError, ProtocolError
 from tests.engine.tiny import CONTEXT, HIDDEN, drain, ids_of, prompt, request, run, tiny_llama
+from tests.waiting import HANGS_S
 
 
 class Heard:
@@ -65,7 +66,7 @@ def group(size: int = 2) -> Iterator[tuple[Engine, list[Heard], list[BaseExcepti
     for ours, _ in pairs:
         ours.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(HANGS_S)
         assert not thread.is_alive()
 
 

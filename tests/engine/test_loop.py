@@ -54,7 +54,7 @@ class CountingEngine:
         self.told.append(f"feed {request_id}")
 
     def step(self) -> list[EngineOutput]:
-        assert self.gate.wait(5)
+        assert self.gate.wait(HANGS_S)
         self.num_steps += 1
         if self.fail:
             raise self.fail

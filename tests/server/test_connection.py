@@ -23,7 +23,7 @@ from ..waiting import HANGS_S
 from .scripted import HELLO, ScriptedRuntime, tone
 
 pytestmark = pytest.mark.anyio
-LIMITS = ServerConfig(port=0, header_s=0.15, body_s=0.15, send_s=0.15, max_header_bytes=2048, max_body_bytes=50_000)
+LIMITS = ServerConfig(port=0, header_s=0.3, body_s=0.3, send_s=0.3, max_header_bytes=2048, max_body_bytes=50_000)
 HI = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}).encode()
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
@@ -250,7 +250,7 @@ async def test_a_refused_body_is_not_read_for_ever(address: Address, wire: Wire)
 
 def read_to_the_end(connection: sockets.socket) -> int:
     """How many bytes come until the other end closes."""
-    connection.settimeout(2)
+    connection.settimeout(HANGS_S)
     received = 0
     with contextlib.suppress(ConnectionResetError):
         while piece := connection.recv(2**20):

@@ -196,7 +196,7 @@ async def test_what_takes_too_long(address: Address) -> None:
 
 async def test_only_so_many_at_once(address: Address, site: Site) -> None:
     """Who waits for a place for all of its time is told to come again: the URL may be a good one."""
-    media = remote(max_at_once=1, timeout_s=0.3)
+    media = remote(max_at_once=1, timeout_s=1.0)
     slow, good = f"http://site.test:{address.port}/slow", f"http://site.test:{address.port}/a.png"
 
     async def occupy() -> None:

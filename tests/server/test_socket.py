@@ -320,8 +320,9 @@ async def test_an_error_inside_the_block_comes_out_as_itself() -> None:
 
 async def test_leaving_by_cancellation_still_ends_in_order() -> None:
     app = build_app(ScriptedRuntime(), model="tiny")  # type: ignore[arg-type]
-    with anyio.move_on_after(0.05):
+    with anyio.CancelScope() as scope:
         async with serve(app, port=0) as address:
+            scope.cancel()
             await anyio.sleep_forever()
     with pytest.raises(OSError):
         await anyio.connect_tcp(address.host, address.port)

@@ -12,6 +12,7 @@ import pytest
 
 from omniflow.transport import nccl_library
 from omniflow.transport.nccl_library import Communicator
+from tests.waiting import HANGS_S
 
 IN_PROGRESS, REMOTE_ERROR = 7, 6
 
@@ -99,10 +100,10 @@ def test_an_end_whose_peer_does_not_come_is_given_up(library: Library, handles: 
     thread = threading.Thread(target=open_it)
     thread.start()
     while ("split", 1, 0, 0, 1) not in library.calls and len(handles) == 2:
-        library.asked.wait(1)
-    assert library.asked.wait(1)
+        library.asked.wait(HANGS_S)
+    assert library.asked.wait(HANGS_S)
     made.abort()
-    thread.join(1)
+    thread.join(HANGS_S)
     assert not thread.is_alive()
     assert problems == ["the communicator was closed"]
     assert [handle for call, handle, *_ in library.calls if call == "abort"] == handles

@@ -11,6 +11,7 @@ import pytest
 
 from omniflow.transport import nccl, nccl_ways
 from omniflow.transport.nccl_ways import RECEIVER, SENDER, GlooWay, NcclWay, Notes
+from tests.waiting import HANGS_S
 
 torch = pytest.importorskip("torch")
 
@@ -121,7 +122,7 @@ class Slow:
 
     def open(self) -> None:
         self.waits.set()
-        if self.aborted.wait(1):
+        if self.aborted.wait(HANGS_S):
             raise RuntimeError("the communicator was closed")
 
     def abort(self) -> None:
@@ -144,9 +145,9 @@ def test_no_thread_waits_for_a_peer_that_dies_while_the_two_meet(early: bool, mo
     while not made:
         thread.join(0.001)
     if not early:
-        assert made[0].waits.wait(1)
+        assert made[0].waits.wait(HANGS_S)
         way.abort()
-    thread.join(1)
+    thread.join(HANGS_S)
     assert problems == ["RuntimeError: the communicator was closed"]
     assert made[0].aborted.is_set()
 
@@ -171,11 +172,11 @@ def test_no_thread_waits_for_long_for_a_peer_that_dies_while_gloo_connects(
     problems: list[str | None] = []
     peer = threading.Thread(target=lambda: problems.append(nccl._opened(GlooWay(1 - rank, theirs))), daemon=True)
     peer.start()
-    assert said.wait(5)
+    assert said.wait(HANGS_S)
     thread = threading.Thread(target=lambda: problems.append(nccl._opened(GlooWay(rank, ours))), daemon=True)
     thread.start()
-    thread.join(5)
-    peer.join(5)
+    thread.join(HANGS_S)
+    peer.join(HANGS_S)
     assert not thread.is_alive() and not peer.is_alive()
     assert len(problems) == 2 and None not in problems
 
