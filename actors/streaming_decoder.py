@@ -37,6 +37,26 @@ class StreamingDecoder(ABC, Generic[State]):
         """
 
 
+class BatchedDecoder(StreamingDecoder[State]):
+    """A `StreamingDecoder` of latents float32 [n, latent_dim], whose streams step together. A state has
+    `num_latents`.
+    """
+
+    latent_dim: int
+    max_latents: int
+    """Of one stream."""
+
+    @abstractmethod
+    def step_together(
+        self, states: Sequence[State], frames: Sequence[np.ndarray], last: Sequence[bool]
+    ) -> list[np.ndarray]:
+        """`step` of each of `states`, in one pass over the frames of all. Raises ContextLengthError before any."""
+
+    @abstractmethod
+    def end(self, state: State) -> None:
+        """The stream takes no more steps. May be called while others step."""
+
+
 class Window:
     """The state of a `WindowedDecoder`: the frames that are still needed, and how many of them are decoded already."""
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from actors.ming.audio_vae import OVERLAP, AudioDecoder, AudioVaeDecoder
+from actors.ming.audio_vae import OVERLAP, AudioVaeDecoder
+from actors.streaming_decoder import BatchedDecoder
 from omniflow.engine.replays import Replays
 from omniflow.engine.slot_cache import SlotCache
 from omniflow.errors import ContextLengthError, ProtocolError
@@ -46,7 +47,7 @@ class _Piece(NamedTuple):
     last: bool
 
 
-class AudioSlots(AudioDecoder[AudioSlot]):
+class AudioSlots(BatchedDecoder[AudioSlot]):
     """`AudioVaeDecoder` for up to `slots` streams at a time, each up to `positions` frames long.
 
     `decoder` is on its device; it is changed: all but its spectra is computed in `dtype`. On a GPU all graphs are
@@ -91,7 +92,7 @@ class AudioSlots(AudioDecoder[AudioSlot]):
         return AudioSlot(self._free.pop(), self._before * self._decoder.hop + self._decoder.edge)
 
     def end(self, state: AudioSlot) -> None:
-        """See `AudioDecoder.end`: its slot is free."""
+        """See `BatchedDecoder.end`: its slot is free."""
         if not state.has_ended:
             state.has_ended = True
             # A step that is under way may still write there; the next stream's first step comes after it, and clears.
@@ -105,7 +106,7 @@ class AudioSlots(AudioDecoder[AudioSlot]):
     def step_together(
         self, states: Sequence[AudioSlot], frames: Sequence[np.ndarray], last: Sequence[bool]
     ) -> list[np.ndarray]:
-        """See `AudioDecoder.step_together`."""
+        """See `BatchedDecoder.step_together`."""
         longest = max(state.num_latents + len(each) for state, each in zip(states, frames, strict=True))
         if longest > self.max_latents:
             raise ContextLengthError(

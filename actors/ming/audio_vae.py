@@ -15,7 +15,6 @@ Its encoder takes a recording at once:
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -27,7 +26,7 @@ from actors.checkpoint import load
 from actors.ming.config import AudioVae
 from actors.ming.weights import AUDIO_VAE, part
 from actors.qwen2 import KeyValues, Qwen2Decoder, step
-from actors.streaming_decoder import State, StreamingDecoder
+from actors.streaming_decoder import BatchedDecoder
 from omniflow.errors import ContextLengthError, WeightsError
 
 OVERLAP = 4
@@ -36,26 +35,6 @@ _MAX_MAGNITUDE = 100.0
 _AGGREGATOR_LAYERS = 4
 """In every AudioVAE, whatever its config.json says of the encoder's other decoder."""
 _LEAST_SPREAD = 1e-4
-
-
-class AudioDecoder(StreamingDecoder[State]):
-    """A `StreamingDecoder` of latents float32 [n, latent_dim], whose streams step together."""
-
-    latent_dim: int
-    max_latents: int
-    """Of one stream."""
-    hop: int
-    """Samples per frame of the backbone."""
-
-    @abstractmethod
-    def step_together(
-        self, states: Sequence[State], frames: Sequence[np.ndarray], last: Sequence[bool]
-    ) -> list[np.ndarray]:
-        """`step` of each of `states`, in one pass over the frames of all. Raises ContextLengthError before any."""
-
-    @abstractmethod
-    def end(self, state: State) -> None:
-        """The stream takes no more steps. May be called while others step."""
 
 
 class AudioStream:
@@ -72,7 +51,7 @@ class AudioStream:
         """Samples at the front that are no part of the sound."""
 
 
-class AudioVaeDecoder(nn.Module, AudioDecoder[AudioStream]):
+class AudioVaeDecoder(nn.Module, BatchedDecoder[AudioStream]):
     """float32 latents [n, latent_dim] to mono samples; float32, on the device that it is moved to.
 
     A stream is a segment: its keys and values grow with it, up to `max_latents`, in layers without a window.
@@ -127,7 +106,7 @@ class AudioVaeDecoder(nn.Module, AudioDecoder[AudioStream]):
     def step_together(
         self, states: Sequence[AudioStream], frames: Sequence[np.ndarray], last: Sequence[bool]
     ) -> list[np.ndarray]:
-        """See `AudioDecoder.step_together`."""
+        """See `BatchedDecoder.step_together`."""
         sizes = [len(each) for each in frames]
         longest = max(state.num_latents + size for state, size in zip(states, sizes, strict=True))
         if longest > self.max_latents:
@@ -145,7 +124,7 @@ class AudioVaeDecoder(nn.Module, AudioDecoder[AudioStream]):
         return np.split(samples, np.cumsum([len(each) for each in sounds])[:-1])
 
     def end(self, state: AudioStream) -> None:
-        """See `AudioDecoder.end`: nothing of a stream is left behind."""
+        """See `BatchedDecoder.end`: nothing of a stream is left behind."""
 
     def _spread(self, state: AudioStream, latents: torch.Tensor, last: bool) -> torch.Tensor:
         """The frames [n * ratio, hidden] on the lines between the latents [n, hidden], level before the first."""
