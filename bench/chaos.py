@@ -51,6 +51,7 @@ async def measure(num_rounds: int, dice: random.Random) -> dict[str, Any]:
         after = footprint.Footprint.now()
         times = {name: spread._asdict() for name, spread in rounds.spreads(played).items()}
         times["cancel -> quiet"] = rounds.Spread.of(await scenes.cancels(runtime, dice, 300))._asdict()
+        times["deadline -> error"] = rounds.Spread.of(await scenes.late(runtime, 100))._asdict()
         growth = await scenes.growth(runtime, dice, 2000)
     gone = [scenes.kill_main(whole_group, dice) for whole_group in (False, True) * 10]
     times["kill of the main process -> no process left"] = rounds.Spread.of(gone)._asdict()

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import pytest
 
 from omniflow.config import RuntimeConfig
+from omniflow.errors import DeadlineError
 from omniflow.graph import Graph
 from omniflow.planner import plan
 from omniflow.runtime import Runtime
@@ -96,6 +98,21 @@ async def cancels(runtime: Runtime, dice: random.Random, num: int) -> list[float
             await settled(runtime)
             found.append(time.perf_counter() - began)
     await settled(runtime)
+    return found
+
+
+# -- deadlines ---------------------------------------------------------------------------------------------------------
+
+
+async def late(runtime: Runtime, num: int) -> list[float]:
+    """Ask for `num` requests that never end, one after the other; seconds from its deadline to the error of each."""
+    found = []
+    for number in range(num):
+        began = time.perf_counter()
+        reply = await runtime.submit(SIDES[number % 2], Ask(num=10**9, size=10), deadline_s=0.05)
+        with pytest.raises(DeadlineError):
+            await reply.collect()
+        found.append(time.perf_counter() - began - 0.05)
     return found
 
 
