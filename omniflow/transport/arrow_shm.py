@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import anyio.to_thread
 import msgspec
 import numpy as np
 
@@ -36,7 +37,7 @@ from omniflow.messages import (
     SlabOpened,
 )
 from omniflow.transport.base import Link, LinkStatistics, Receiver
-from omniflow.transport.codec import ALIGNMENT, Encoded, Encoder, Region, decoder_for
+from omniflow.transport.codec import ALIGNMENT, Encoded, Encoder, Region, StillComputed, decoder_for
 from omniflow.transport.deaths import Deaths, Key
 from omniflow.transport.hot_window import HotWindow
 from omniflow.transport.lane import LANE_SLAB, Lane, Origin
@@ -131,7 +132,7 @@ class ArrowShmLink(Link):
         self._lane = lane
         self._home = home
         self._loop = asyncio.get_running_loop()
-        self._encoder = Encoder(memory.pool.find)
+        self._encoder = Encoder(memory.pool.find, waits=False)
         self._lane_encoder = Encoder(memory.pool.find, device_type=lane.device_type) if lane is not None else None
         self._buffer = bytearray(len(_ONE) + _DATAGRAM_BYTES)
         self._view = memoryview(self._buffer)
@@ -166,7 +167,13 @@ class ArrowShmLink(Link):
     def send_item(self, edge: int, request: int, seq: int, value: object) -> Awaitable[None] | None:
         if self._closed:
             return None
-        encoded = self._encode(value)
+        try:
+            encoded = self._encode(value)
+        except StillComputed:
+            return self._send_computed(edge, request, seq, value)
+        return self._send_encoded(edge, request, seq, encoded)
+
+    def _send_encoded(self, edge: int, request: int, seq: int, encoded: Encoded) -> Awaitable[None] | None:
         if self._stuck_bytes < _STUCK_BYTES:
             item = self._item(edge, request, seq, encoded, None)
             if item is not None:
@@ -194,6 +201,13 @@ class ArrowShmLink(Link):
             if not encoded.device or self._lane.takes(encoded.device_size):
                 return encoded
         return self._encoder.encode(value)
+
+    async def _send_computed(self, edge: int, request: int, seq: int, value: object) -> None:
+        """Tensors of `value` go through the host, and a GPU is not through with them."""
+        encoded = await anyio.to_thread.run_sync(Encoder(self._memory.pool.find).encode, value)
+        pending = None if self._closed else self._send_encoded(edge, request, seq, encoded)
+        if pending is not None:
+            await pending
 
     async def _send_later(self, edge: int, request: int, seq: int, encoded: Encoded) -> None:
         await self.flushed()

@@ -37,6 +37,12 @@ _NUMPY, _TORCH, _BATCH, _DEVICE, _BOUNCED = 0, 1, 2, 3, 4
 """What a buffer was: the last two are tensors on a device, in the region there, or brought to the host."""
 
 
+class StillComputed(Exception):
+    """A tensor is to go through the host, and its GPU is not through with what it was given: that must be waited for in
+    a thread. Whoever waits in the event loop cannot hear that a peer has died which the GPU waits for.
+    """
+
+
 class Part(NamedTuple):
     """A tensor on a device, in one piece, and where in the value's region there its bytes go."""
 
@@ -76,7 +82,8 @@ FindBlock = Callable[[Region], "tuple[Block, int] | None"]
 class Encoder:
     """Encodes one value after the other. Buffers that `find_block` knows are named, not copied.
 
-    Tensors on devices of type `device_type` stay there; those on other devices are copied to the host.
+    Tensors on devices of type `device_type` stay there; those on other devices are copied to the host. Where `waits` is
+    false, StillComputed is raised instead if that would wait for a GPU.
     """
 
     def __init__(
@@ -84,9 +91,11 @@ class Encoder:
         find_block: FindBlock | None = None,
         order: Literal["deterministic"] | None = None,
         device_type: str | None = None,
+        waits: bool = True,
     ) -> None:
         self._find_block = find_block
         self._device_type = device_type
+        self._waits = waits
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._place, order=order)
         self._parts: list[tuple[int, Region]] = []
         self._loans: list[Loan] = []
@@ -101,7 +110,7 @@ class Encoder:
         except (TypeError, OverflowError, UnicodeEncodeError) as error:
             self._taken()
             raise ProtocolError(f"{type(value).__name__} cannot travel between processes: {error}") from None
-        except ProtocolError:
+        except (ProtocolError, StillComputed):
             self._taken()
             raise
         if self._parts or self._loans or self._device:
@@ -137,6 +146,8 @@ class Encoder:
         place = "cuda" if value.is_cuda else value.device.type
         num_bytes = value.nbytes
         if place != self._device_type or not num_bytes:
+            if not self._waits and _is_computed_on(value):
+                raise StillComputed
             flat = _whole(value.detach().cpu()).reshape(-1).view(byte).numpy()
             return _TORCH if place == "cpu" else _BOUNCED, kind, shape, *self._add(flat)
         offset = -(-self._device_size // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
@@ -205,7 +216,7 @@ class Decoder:
             return _tensor(region[offset:], dtype, shape)
         if kind == _BOUNCED:
             here = _tensor(region[offset:], dtype, shape)
-            return here if self._home is None else here.to(self._home)
+            return here if self._home is None else _brought(here, self._home)
         return _record_batch(region[offset : offset + shape[0]])
 
 
@@ -229,6 +240,36 @@ def _tensor(region: Region, dtype: str, shape: list[int]) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(region[:size]).view(kind).reshape(shape)
+
+
+def _is_computed_on(tensor: torch.Tensor) -> bool:
+    """True where a copy to the host would wait for the GPU that `tensor` lies on."""
+    if not tensor.is_cuda:
+        return False
+    import torch
+
+    return not torch.cuda.default_stream(tensor.device).query()
+
+
+def _brought(tensor: torch.Tensor, home: str) -> torch.Tensor:
+    """`tensor`, which lies in the host's memory, on the device `home`; waits for the copy alone."""
+    import torch
+
+    stream = _copies(home)
+    if stream is None:
+        return tensor.to(home)
+    with torch.cuda.stream(stream):
+        there = tensor.to(home)
+    there.record_stream(torch.cuda.default_stream(there.device))
+    return there
+
+
+@functools.cache
+def _copies(home: str) -> torch.cuda.Stream | None:
+    """A stream that does nothing but copy: the default one may wait for a peer, and the event loop must not."""
+    import torch
+
+    return torch.cuda.Stream(home) if torch.device(home).type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
