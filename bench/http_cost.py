@@ -6,13 +6,15 @@ The client is a process of its own that sends prepared bytes and looks for the e
 itself is small. Rounds of requests by `submit` and over HTTP alternate. `floor` is an ASGI application that answers
 any request with 200 bytes at once, behind the same server: the socket, the parser, the loop.
 Prints one JSON object a case, in µs: the median of the best round, because others who use the machine can only add to
-it, the 95th percentile of all, `extra_us` (HTTP less `submit`), and for streams the extra of each item.
+it, the 95th percentile of all, `extra_us` (HTTP less `submit`), and for streams the extra of each item. The last case
+is none: a client leaves amid a reply, and `quiet_us` later nothing of it is under way.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import socket
 import sys
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 from anyio.streams.buffered import BufferedByteReceiveStream
 
@@ -199,7 +202,25 @@ async def measure(loop: str, rounds: int) -> list[dict[str, Any]]:
             for index, case in enumerate(CASES):
                 found.append({"loop": loop} | await one_case(runtime, case, partial(call, index), rounds))
                 print(json.dumps(found[-1]), flush=True)
+            found.append({"loop": loop} | await left(runtime, address.port))
+            print(json.dumps(found[-1]), flush=True)
     return found
+
+
+async def left(runtime: Runtime, port: int) -> dict[str, Any]:
+    """From the moment at which a client leaves in the middle of an endless reply until nothing of it is under way."""
+    times: list[float] = []
+    content = json.dumps(chat(10**9, stream=True)).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    for _ in range(PER_ROUND):
+        async with await anyio.connect_tcp("127.0.0.1", port) as connection:
+            await connection.send(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+            await connection.receive()
+        began = time.monotonic_ns()
+        while runtime.status().in_flight:
+            await anyio.lowlevel.checkpoint()
+        times.append(time.monotonic_ns() - began)
+    return {"case": "a client leaves", "quiet_us": round(percentile(times, 0.5) / 1e3, 1), "most_us": max(times) / 1e3}
 
 
 async def one_case(
@@ -242,6 +263,7 @@ def main() -> None:
     if arguments.client is not None:
         client(arguments.client)
         return
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has just left
     before = os.getloadavg()
     rows = []
     for name, factory in loops().items():
