@@ -46,7 +46,7 @@ class Row(msgspec.Struct):
 
     name: str
     outcome: str
-    """`ok`, `exit 1`, `killed after 90 s`, or why it did not run."""
+    """`ok`, `all skipped` (of tests), `exit 1`, `killed after 90 s`, or why it did not run."""
     seconds: float = 0.0
     gpus: str = ""
     last: str = ""
@@ -131,7 +131,10 @@ class Runner:
         outcome = await self._process(job, names, log, min(job.limit_s, self._ends - began))
         for gpu in gpus:
             self._on[gpu].remove(job)
-        self._tell(Row(job.name, outcome, round(time.monotonic() - began, 1), names, last_line(log)))
+        last = last_line(log)
+        if outcome == "ok" and " skipped" in last and " passed" not in last:
+            outcome = "all skipped"
+        self._tell(Row(job.name, outcome, round(time.monotonic() - began, 1), names, last))
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -176,10 +179,11 @@ def turn(job: Job) -> tuple[bool, int, int]:
 
 
 def place(job: Job, on: Mapping[str, Sequence[Job]]) -> list[str]:
-    """GPUs for a job beside those that run, the emptiest first; none where it has to wait."""
+    """The emptiest GPUs for a job, beside those that run; none where it has to wait."""
     fit = [gpu for gpu, others in on.items() if may_join(job, others)]
     wanted = len(on) if job.gpus == "all" else int(job.gpus)
-    return sorted(fit, key=lambda gpu: len(on[gpu]))[:wanted] if len(fit) >= wanted else []
+    emptiest = sorted(fit, key=lambda gpu: len(on[gpu]))[:wanted]
+    return [gpu for gpu in on if gpu in emptiest] if len(fit) >= wanted else []
 
 
 def may_join(job: Job, others: Sequence[Job]) -> bool:
@@ -226,7 +230,7 @@ def summed_up(rows: Sequence[Row]) -> Table:
     for row in rows:
         style = "" if row.is_ok else "red" if row.gpus else "yellow"
         took = f"{row.seconds:.0f}" if row.gpus else ""
-        table.add_row(row.name, row.gpus, row.outcome, took, row.last[:100], style=style)
+        table.add_row(row.name, row.gpus, row.outcome, took, row.last[:75], style=style)
     return table
 
 
