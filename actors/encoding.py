@@ -120,6 +120,10 @@ class Recent(Generic[T]):
         self._size_bytes = size_bytes
         self._kept: OrderedDict[bytes, T] = OrderedDict()
 
+    def __len__(self) -> int:
+        """How many are kept."""
+        return len(self._kept)
+
     def get(self, digest: bytes) -> T | None:
         """The result, which is now the last one used; None where it is not kept."""
         if digest in self._kept:

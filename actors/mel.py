@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from omniflow.errors import InvalidInputError, ProtocolError
+from omniflow.media import Waveforms
+
 SAMPLE_RATE_HZ = 16_000
 FFT_SIZE = 400
 HOP = 160
@@ -44,3 +47,15 @@ def _hz_to_mel(hz: float) -> float:
 
 def _mel_to_hz(mels: np.ndarray) -> np.ndarray:
     return np.where(mels >= 15, 1000 * np.exp(np.log(6.4) / 27 * (mels - 15)), mels * 200 / 3)
+
+
+def checked_seconds(request: Waveforms, most_s: float) -> float:
+    """How much sound a request has. Raises InvalidInputError for more than `most_s`, ProtocolError for another rate."""
+    if request.sample_rate_hz != SAMPLE_RATE_HZ:
+        raise ProtocolError(f"audio arrived at {request.sample_rate_hz} Hz, not at {SAMPLE_RATE_HZ} Hz")
+    seconds = sum(map(len, request.samples)) / SAMPLE_RATE_HZ
+    if seconds > most_s:
+        raise InvalidInputError(
+            f"the conversation holds {seconds:.1f} s of audio; this model takes at most {most_s:g} s", param="messages"
+        )
+    return seconds

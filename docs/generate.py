@@ -55,7 +55,8 @@ MING = {
 """What the files of actors/ming are, as docs/add_a_model.md has them."""
 BORN_WITH_MING = {
     "omniflow/engine": "flow flow_engine flow_slots slot_cache replays fused places group ranks",
-    "actors": "stage checkpoint encoding threads attention mel pictures clip video normalise qwen2 speaker batched_vocoder",
+    "actors": "stage checkpoint encoding threads attention mel pictures clip video normalise qwen2 speaker "
+    "batched_vocoder",
 }
 """Files that Ming was the first to need, and that know nothing of it."""
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from actors.encoding import DtypeName, MediaEncoder, digest_of, placed, run_through
-from actors.mel import FFT_SIZE, HOP, SAMPLE_RATE_HZ, log_mel, mel_filters
+from actors.mel import FFT_SIZE, HOP, SAMPLE_RATE_HZ, checked_seconds, log_mel, mel_filters
 from omniflow.actor import batched
-from omniflow.errors import InvalidInputError, ProtocolError
+from omniflow.errors import InvalidInputError
 from omniflow.media import AudioFeatures, Waveforms
 
 if TYPE_CHECKING:
@@ -96,19 +96,14 @@ class MingAudioEncoder(MediaEncoder[np.ndarray, np.ndarray, np.ndarray]):
         return log_mel(clip, self._filters)
 
     def _checked_seconds(self, request: Waveforms) -> float:
-        if request.sample_rate_hz != SAMPLE_RATE_HZ:
-            raise ProtocolError(f"audio arrived at {request.sample_rate_hz} Hz, not at {SAMPLE_RATE_HZ} Hz")
-        seconds = sum(map(len, request.samples)) / SAMPLE_RATE_HZ
-        if seconds > self._max_seconds:
-            raise _invalid(
-                f"the conversation holds {seconds:.1f} s of audio; this model takes at most {self._max_seconds:g} s"
-            )
+        seconds = checked_seconds(request, self._max_seconds)
         for number, clip in enumerate(request.samples):
             if len(clip) // HOP > self._max_frames:
                 where = request.where[number] if request.where else f"audio clip {number + 1}"
-                raise _invalid(
+                raise InvalidInputError(
                     f"{where} lasts {len(clip) / SAMPLE_RATE_HZ:.1f} s; this model takes at most "
-                    f"{self._max_frames * HOP / SAMPLE_RATE_HZ:g} s in one clip"
+                    f"{self._max_frames * HOP / SAMPLE_RATE_HZ:g} s in one clip",
+                    param="messages",
                 )
         return seconds
 
@@ -123,7 +118,3 @@ class MingAudioEncoder(MediaEncoder[np.ndarray, np.ndarray, np.ndarray]):
         self._filters = mel_filters(tower.sizes.n_mels)
         self._max_frames = 2 * tower.sizes.n_ctx
         self._tower = placed(tower, self._device, self._dtype)
-
-
-def _invalid(message: str) -> InvalidInputError:
-    return InvalidInputError(message, param="messages")

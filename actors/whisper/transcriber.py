@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from actors.mel import SAMPLE_RATE_HZ
+from actors.encoding import Recent, digest_of
+from actors.mel import SAMPLE_RATE_HZ, checked_seconds
 from actors.stage import ModelStage
 from actors.whisper import WHISPER_TINY_EN
 from actors.whisper.model import Whisper, joined, shared_whisper
 from actors.whisper.windows import cut, window_s
 from omniflow.actor import batched
-from omniflow.errors import InvalidInputError, ProtocolError
 from omniflow.media import AudioFeatures, Waveforms
 
 MAX_BATCH = 2
@@ -42,8 +40,7 @@ class WhisperTranscriber(ModelStage):
     ) -> None:
         super().__init__(model, threads=threads)
         self._max_seconds = max_seconds
-        self._cached_clips = cached_clips
-        self._texts: OrderedDict[bytes, str] = OrderedDict()
+        self._texts: Recent[str] = Recent(cached_clips, lambda text: 1)
         self._whisper: Whisper
 
     async def setup(self) -> None:
@@ -53,16 +50,19 @@ class WhisperTranscriber(ModelStage):
     @batched(max_size=MAX_BATCH)
     async def run(self, audio: list[Waveforms]) -> list[AudioFeatures]:
         """One text a clip, "" where nothing was understood. Raises InvalidInputError where there is too much audio."""
-        heard_s = [self._checked_seconds(request) for request in audio]
-        digests = [[_digest(clip) for clip in request.samples] for request in audio]  # 0.1 ms for a second of sound
+        heard_s = [checked_seconds(request, self._max_seconds) for request in audio]
+        digests = [
+            [digest_of(np.ascontiguousarray(clip).data) for clip in request.samples] for request in audio
+        ]  # 0.1 ms for a second of sound
         clips = {
             digest: clip
             for request, known_as in zip(audio, digests, strict=True)
             for digest, clip in zip(known_as, request.samples, strict=True)
         }
-        known = {digest: self._texts[digest] for digest in clips if digest in self._texts}
+        known = {digest: text for digest in clips if (text := self._texts.get(digest)) is not None}
         texts = known | await self._hear({digest: clip for digest, clip in clips.items() if digest not in known})
-        self._keep(texts)
+        for digest, text in texts.items():
+            self._texts.keep(digest, text)
         return [
             AudioFeatures(index=request.index, audio_s=seconds, texts=tuple(texts[digest] for digest in known_as))
             for request, seconds, known_as in zip(audio, heard_s, digests, strict=True)
@@ -80,24 +80,6 @@ class WhisperTranscriber(ModelStage):
             parts[digest].append(text)
         return {digest: joined(each) for digest, each in parts.items()}
 
-    def _keep(self, texts: dict[bytes, str]) -> None:
-        for digest, text in texts.items():
-            self._texts[digest] = text
-            self._texts.move_to_end(digest)
-        while len(self._texts) > self._cached_clips:
-            self._texts.popitem(last=False)
-
-    def _checked_seconds(self, request: Waveforms) -> float:
-        if request.sample_rate_hz != SAMPLE_RATE_HZ:
-            raise ProtocolError(f"audio arrived at {request.sample_rate_hz} Hz, not at {SAMPLE_RATE_HZ} Hz")
-        seconds = sum(map(len, request.samples)) / SAMPLE_RATE_HZ
-        if seconds > self._max_seconds:
-            raise InvalidInputError(
-                f"the conversation holds {seconds:.1f} s of audio; this model takes at most {self._max_seconds:g} s",
-                param="messages",
-            )
-        return seconds
-
 
 def transcribe(samples: np.ndarray, rate: int) -> str:
     """The text of `samples` (mono, [n]) by Whisper tiny.en, which is fetched and loaded at the first call."""
@@ -111,10 +93,6 @@ def transcribe(samples: np.ndarray, rate: int) -> str:
 @functools.cache
 def _tiny_en() -> Whisper:
     return Whisper(WHISPER_TINY_EN.fetch())
-
-
-def _digest(clip: np.ndarray) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(clip).data, digest_size=16).digest()
 
 
 def _batches(windows: Sequence[np.ndarray]) -> Iterator[list[int]]:
