@@ -3,10 +3,7 @@
 Messages travel over a Unix seqpacket socket (order, boundaries, descriptors and end-of-file in one object). A value's
 buffers lie in blocks of the sender's slabs; the receiver gets read-only views, and when the last of them dies the
 block returns. What is small rides in the message itself. Tensors on a device go by the lane of the link, if it has one.
-
-A datagram is one or more messages. The first message of a turn of the event loop leaves at once; what follows in the
-same turn leaves together at its end, and what waits for a slow peer leaves in datagrams as large as may be: a system
-call and a wake-up cost more than ten messages.
+How messages share datagrams is in `datagrams.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +12,8 @@ import asyncio
 import mmap
 import os
 import socket
-import time
-from collections import deque
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 import msgspec
@@ -38,7 +33,9 @@ from omniflow.messages import (
 )
 from omniflow.transport.base import Link, LinkStatistics, Receiver
 from omniflow.transport.codec import ALIGNMENT, Encoded, Encoder, Region, StillComputed, decoder_for
+from omniflow.transport.datagrams import DATAGRAM_BYTES, MOST_MESSAGES, ONE, DatagramWriter
 from omniflow.transport.deaths import Deaths, Key
+from omniflow.transport.descriptors import close_all, descriptors_in
 from omniflow.transport.hot_window import HotWindow
 from omniflow.transport.lane import LANE_SLAB, Lane, Origin
 from omniflow.transport.slabs import SlabPool
@@ -46,24 +43,17 @@ from omniflow.transport.slabs import SlabPool
 if TYPE_CHECKING:
     import torch
 
-# A copy into the datagram and out of it again beats a block and its release below about 8 KB.
 _INLINE_BYTES = 8 * 1024
+"""Buffers that ride in the message: copied into the datagram and out of it, they beat a block and its release."""
 _BODY_BYTES = 32 * 1024
-_DATAGRAM_BYTES = 128 * 1024
+"""A larger msgpack form lies in a block."""
 _LARGEST_INLINE_BYTES = 96 * 1024
-_FULL_BYTES = 64 * 1024
-"""Messages that wait are sent once they fill so much of a datagram."""
+"""What fits into a datagram where there is no block left."""
 _STUCK_BYTES = 256 * 1024
 """What may wait for a slow peer before senders of values wait with it."""
-_LATE_S = 100e-6
-"""In a turn that lasts, what it holds back leaves with the first message that comes so long after the last datagram."""
 _RELEASES = 1024
 """Blocks that one message gives back; it must fit into a datagram."""
-_DRAIN = 256
-"""Messages delivered before other work of the event loop gets a turn."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)
-_ONE = b"\x91"
-"""The head of a msgpack list of one: a datagram is a list of messages."""
 _NIL = msgspec.Raw(b"\xc0")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -73,14 +63,6 @@ _decoder = msgspec.msgpack.Decoder(list[Message])
 def socket_pair() -> tuple[socket.socket, socket.socket]:
     """The two ends of a connection between hosts, for `ArrowShmLink`."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-class Datagram(NamedTuple):
-    """A msgpack list of messages; `descriptors` travel with a single one."""
-
-    data: bytes
-    num_messages: int
-    descriptors: Sequence[int]
 
 
 class SharedMemory:
@@ -134,17 +116,10 @@ class ArrowShmLink(Link):
         self._loop = asyncio.get_running_loop()
         self._encoder = Encoder(memory.pool.find, waits=False)
         self._lane_encoder = Encoder(memory.pool.find, device_type=lane.device_type) if lane is not None else None
-        self._buffer = bytearray(len(_ONE) + _DATAGRAM_BYTES)
+        self._writer = DatagramWriter(connection, self._loop, memory.hot_window)
+        self._buffer = bytearray(len(ONE) + DATAGRAM_BYTES)
         self._view = memoryview(self._buffer)
-        self._held: list[bytes] = []
-        self._held_bytes = 0
-        self._turn_ends = False
-        self._stuck: deque[Datagram] = deque()
-        self._stuck_bytes = 0
-        self._last_sent = 0.0
-        self._room: asyncio.Event = asyncio.Event()
         self._closed = False
-        self._sent = 0
         self._received = 0
         self._told: set[int] = set()
         self._lent: dict[Key, int] = {}
@@ -160,9 +135,9 @@ class ArrowShmLink(Link):
 
     def send(self, message: Message, descriptors: Sequence[int] = (), *, more: bool = False) -> None:
         data = _encoder.encode(message)
-        if len(data) > _DATAGRAM_BYTES:
+        if len(data) > DATAGRAM_BYTES:
             raise ProtocolError(f"a {type(message).__name__} message of {len(data)} bytes is too large")
-        self._write(data, descriptors, more)
+        self._writer.write(data, descriptors, more)
 
     def send_item(self, edge: int, request: int, seq: int, value: object) -> Awaitable[None] | None:
         if self._closed:
@@ -174,7 +149,7 @@ class ArrowShmLink(Link):
         return self._send_encoded(edge, request, seq, encoded)
 
     def _send_encoded(self, edge: int, request: int, seq: int, encoded: Encoded) -> Awaitable[None] | None:
-        if self._stuck_bytes < _STUCK_BYTES:
+        if self._writer.stuck_bytes < _STUCK_BYTES:
             item = self._item(edge, request, seq, encoded, None)
             if item is not None:
                 self._send_made(item, encoded)
@@ -182,14 +157,10 @@ class ArrowShmLink(Link):
         return self._send_later(edge, request, seq, encoded)
 
     def push(self) -> bool:
-        if not self._stuck:
-            self._send_held()
-        return not self._stuck and not self._held
+        return self._writer.push()
 
     async def flushed(self) -> None:
-        while not self._closed and not self.push():
-            self._room.clear()
-            await self._room.wait()
+        await self._writer.flushed()
 
     def allocate(self, num_bytes: int) -> Region | None:
         # What is small is cheaper to copy into the message.
@@ -229,7 +200,7 @@ class ArrowShmLink(Link):
 
     def _send_made(self, item: Item, encoded: Encoded) -> None:
         """The message first, then the device's work: the lane orders them, and the peer wakes up meanwhile."""
-        self._write(_encoder.encode(item))
+        self._writer.write(_encoder.encode(item))
         if item.device is not None and self._lane is not None:
             self._lane.put(item.device, encoded.device)
 
@@ -306,80 +277,6 @@ class ArrowShmLink(Link):
             self._told.remove(slab)
             self.send(SlabClosed(slab))
 
-    def _write(self, data: bytes, descriptors: Sequence[int] = (), more: bool = False) -> None:
-        """Send now, or at the end of the loop's turn, or once the peer has room, in order. Owns `descriptors`."""
-        if self._closed:
-            _close_all(descriptors)
-            return
-        if not self._turn_ends:
-            self._turn_ends = True
-            self._loop.call_soon(self._end_turn)
-            held = more or bool(self._held or self._stuck)
-        else:
-            held = more or bool(self._stuck) or time.monotonic() - self._last_sent < _LATE_S
-        if descriptors:
-            self._send_held()
-            self._send_datagram(Datagram(_ONE + data, 1, descriptors))
-        elif held or self._held:
-            self._hold(data, held)
-        else:
-            self._send_datagram(Datagram(_ONE + data, 1, ()))
-        self._memory.hot_window.touch()
-
-    def _hold(self, data: bytes, held: bool) -> None:
-        """Put a message behind those that wait; together they leave now, unless they are `held` and few."""
-        self._held.append(data)
-        self._held_bytes += len(data)
-        if not held or self._held_bytes >= _FULL_BYTES or len(self._held) == _DRAIN:
-            self._send_held()
-
-    def _end_turn(self) -> None:
-        self._turn_ends = False
-        self.push()
-
-    def _send_held(self) -> None:
-        """Make what was held back one datagram."""
-        if self._held:
-            held, self._held, self._held_bytes = self._held, [], 0
-            data = b"".join((b"\xdc", len(held).to_bytes(2, "big"), *held)) if len(held) > 1 else _ONE + held[0]
-            self._send_datagram(Datagram(data, len(held), ()))
-
-    def _send_datagram(self, datagram: Datagram) -> None:
-        """Send now, or once the peer has room."""
-        self._last_sent = time.monotonic()
-        if self._stuck or not self._sent_now(datagram):
-            if not self._stuck:
-                self._loop.add_writer(self._socket.fileno(), self._send_stuck)
-            self._stuck.append(datagram)
-            self._stuck_bytes += len(datagram.data)
-
-    def _send_stuck(self) -> None:
-        """The peer has room."""
-        while self._stuck:
-            if not self._sent_now(self._stuck[0]):
-                return
-            self._stuck_bytes -= len(self._stuck.popleft().data)
-        self._loop.remove_writer(self._socket.fileno())
-        self.push()
-        self._room.set()
-
-    def _sent_now(self, datagram: Datagram) -> bool:
-        """False where the peer has no room now."""
-        data, num_messages, descriptors = datagram
-        try:
-            if descriptors:
-                socket.send_fds(self._socket, [data], list(descriptors))
-            else:
-                self._socket.send(data)
-        except (BlockingIOError, InterruptedError):
-            return False
-        except (BrokenPipeError, ConnectionResetError):
-            # The end of file that follows tells the receiver, in order with what the peer sent before it died.
-            pass
-        _close_all(descriptors)
-        self._sent += num_messages
-        return True
-
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
@@ -389,7 +286,7 @@ class ArrowShmLink(Link):
     def _readable(self) -> None:
         """Something has come. Where it came alone, the next is not here yet: finding that out costs 1.3 us."""
         delivered = count = self._receive()
-        while count > 1 and delivered < _DRAIN:
+        while count > 1 and delivered < MOST_MESSAGES:
             count = self._receive()
             delivered += count
 
@@ -409,7 +306,7 @@ class ArrowShmLink(Link):
             self._lost()
             return 0
         messages = _decoder.decode(self._view[:size])
-        descriptors = _descriptors(ancillary) if ancillary else []
+        descriptors = descriptors_in(ancillary) if ancillary else []
         self._received += len(messages)
         self._memory.hot_window.hit()
         for message in messages:
@@ -426,7 +323,7 @@ class ArrowShmLink(Link):
                     self._returned(key)
             case SlabOpened():
                 self._mapped[message.slab] = mmap.mmap(descriptors[0], message.size_bytes, prot=mmap.PROT_READ)
-                _close_all(descriptors)
+                close_all(descriptors)
             case SlabClosed():
                 self._mapped.pop(message.slab, None)
             case LaneOffer() | LaneAnswer() | LaneNote():
@@ -480,7 +377,7 @@ class ArrowShmLink(Link):
     def _deliver_to_lane(self, message: LaneOffer | LaneAnswer | LaneNote, descriptors: list[int]) -> None:
         match self._lane, message:
             case None, LaneOffer():
-                _close_all(descriptors)
+                close_all(descriptors)
                 self.send(LaneAnswer("the other host has no lane"))
             case Lane() as lane, LaneOffer():
                 lane.on_offer(message, descriptors)
@@ -515,17 +412,11 @@ class ArrowShmLink(Link):
     def close(self) -> None:
         if self._closed:
             return
-        self.push()
+        self._writer.close()
         self._closed = True
         self._loop.remove_reader(self._socket.fileno())
-        self._loop.remove_writer(self._socket.fileno())
         self._socket.close()
         self._memory.links.discard(self)
-        for datagram in self._stuck:
-            _close_all(datagram.descriptors)
-        self._stuck.clear()
-        self._held.clear()
-        self._room.set()
         self._mapped.clear()
         lent, self._lent = self._lent, {}
         if self._lane is not None:
@@ -548,9 +439,8 @@ class ArrowShmLink(Link):
             self._receiver.on_bad_item(self, edge, request, error.info())
 
     def statistics(self) -> LinkStatistics:
-        backlog = len(self._held) + sum(datagram.num_messages for datagram in self._stuck)
         lane = self._lane.kind if self._lane is not None and self._lane.is_open else None
-        return LinkStatistics(self._sent, self._received, backlog, sum(self._lent.values()), lane)
+        return LinkStatistics(self._writer.sent, self._received, self._writer.backlog, sum(self._lent.values()), lane)
 
 
 def _is_small(encoded: Encoded) -> bool:
@@ -581,16 +471,3 @@ def _joined(parts: Sequence[tuple[int, Region]], size: int) -> bytes:
     for offset, flat in parts:
         region[offset : offset + flat.nbytes] = flat.data
     return bytes(region)
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found: list[int] = []
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found += memoryview(data[: len(data) - len(data) % 4]).cast("i").tolist()
-    return found
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

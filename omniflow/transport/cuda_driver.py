@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from omniflow.errors import DeviceError
 from omniflow.transport.cuda_ipc import NUM_SLOTS, DeviceMemory
+from omniflow.transport.descriptors import close_all
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +143,7 @@ class CudaMemory(DeviceMemory):
         self._thread = 0
         self._stream = gpu.driver.CUstream(0)
         with contextlib.ExitStack() as unless_made:
-            unless_made.callback(_close_all, descriptors)
+            unless_made.callback(close_all, descriptors)
             self._address = gpu.map(handle, size)
             unless_made.callback(gpu.unmap, self._address, size)
             page = mmap.mmap(descriptors[1], _WORDS_BYTES)
@@ -193,12 +194,7 @@ class CudaMemory(DeviceMemory):
 
 def _let_go(gpu: Cuda, address: int, size: int, words: npt.NDArray[np.uint8], descriptors: tuple[int, int]) -> None:
     gpu.let_go(address, size, words)
-    _close_all(descriptors)
-
-
-def _close_all(descriptors: tuple[int, int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+    close_all(descriptors)
 
 
 def take_memory(size: int, index: int = 0) -> CudaMemory:

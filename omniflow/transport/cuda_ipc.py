@@ -15,7 +15,6 @@ the word in its place, so that no stream waits for ever (docs/adr/0011).
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from bisect import bisect
 from collections import deque
@@ -29,6 +28,7 @@ from omniflow.errors import DeviceError, ProtocolError
 from omniflow.messages import Block, LaneAnswer, LaneOffer
 from omniflow.transport.codec import DEVICE_ALIGNMENT, Part
 from omniflow.transport.deaths import Key
+from omniflow.transport.descriptors import close_all
 from omniflow.transport.lane import LANE_SLAB, Fetched, Lane, LanePort, Origin
 from omniflow.transport.slabs import BlockPool
 
@@ -261,7 +261,7 @@ class CudaIpcLane(Lane):
             return
         (answer, descriptors), self._answer = self._answer, None
         found = await anyio.to_thread.run_sync(_outcome, self._attach, *descriptors, answer.size_bytes, answer.device)
-        _close_all(descriptors)
+        close_all(descriptors)
         if isinstance(found, str):
             self.refuse(found, port.peer)
         elif not self._closed:
@@ -279,7 +279,7 @@ class CudaIpcLane(Lane):
         else:
             memory, words = descriptors
             found = await anyio.to_thread.run_sync(_outcome, self._attach, memory, words, size, offer.device)
-        _close_all(descriptors)
+        close_all(descriptors)
         if isinstance(found, str):
             port.send(LaneAnswer(found))
         elif not self._closed:
@@ -291,13 +291,13 @@ class CudaIpcLane(Lane):
         if self._far and len(descriptors) == 2 and not self._closed:
             self._answer = answer, (descriptors[0], descriptors[1])
         else:
-            _close_all(descriptors)
+            close_all(descriptors)
             super().on_answer(answer, peer)
         self._answered.set()
 
     def on_offer(self, offer: LaneOffer, descriptors: Sequence[int]) -> None:
         if len(descriptors) != (0 if self._far else 2) or not offer.size_bytes or self._closed:
-            _close_all(descriptors)  # an offer of nothing: the peer has no memory
+            close_all(descriptors)  # an offer of nothing: the peer has no memory
             self.decided()
             return
         self._offer = offer, descriptors
@@ -358,7 +358,7 @@ class CudaIpcLane(Lane):
         self._decided.set()
         for waiting in (self._offer, self._answer):
             if waiting is not None:
-                _close_all(waiting[1])
+                close_all(waiting[1])
         self._offer = self._answer = None
         self._offered.set()
         self._answered.set()
@@ -377,8 +377,3 @@ def _outcome(call: Callable[..., DeviceMemory], *arguments: Any) -> DeviceMemory
         return call(*arguments)
     except DeviceError as error:
         return str(error)
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
