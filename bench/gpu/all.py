@@ -46,7 +46,7 @@ class Row(msgspec.Struct):
 
     name: str
     outcome: str
-    """`ok`, `all skipped` (of tests), `exit 1`, `killed after 90 s`, or why it did not run."""
+    """`ok`, `all skipped` (of tests), `exit 1`, `killed after 90 s`, `cut off after 9 s`, or why it did not run."""
     seconds: float = 0.0
     gpus: str = ""
     last: str = ""
@@ -73,18 +73,23 @@ class Runner:
         self._on: dict[str, list[Job]] = {gpu: [] for gpu in gpus}
         self._into = into
         self._words = words
-        self._began = time.monotonic()
-        self._ends = self._began + within_s
+        self._within_s = within_s
+        self._began = 0.0
         self._changed = anyio.Event()
         self._file = into / "all.json"
         into.mkdir(parents=True, exist_ok=True)
         self._machine = machine()
         known = msgspec.convert(json.loads(self._file.read_text())["jobs"], list[Row]) if self._file.exists() else []
-        self.rows = {row.name: row for row in known if row.is_ok}
-        self._waiting = sorted((job for job in jobs if job.name not in self.rows), key=turn)
+        todo = {job.name for job in jobs} - {row.name for row in known if row.is_ok}
+        self.rows = {row.name: row for row in known if row.name not in todo}
+        self._failed = {row.name for row in known if row.has_failed and not row.outcome.startswith("cut")}
+        self._waiting = sorted(
+            (job for job in jobs if job.name in todo), key=lambda job: (self._group(job), *turn(job))
+        )
 
     async def run(self) -> None:
         """Run all that is not done and may still end in time; then `rows` say what became of each."""
+        self._began = time.monotonic()
         async with anyio.create_task_group() as tasks:
             while True:
                 self._leave_out()
@@ -102,13 +107,17 @@ class Runner:
     def _next(self) -> tuple[Job, list[str]] | None:
         """The first job that may start now, and its GPUs."""
         for job in self._waiting:
-            if job.late and not self._waiting[0].late:
+            if self._group(job) > self._group(self._waiting[0]):
                 break
             if not job.after or job.after in self.rows:
                 gpus = place(job, self._on)
                 if gpus:
                     return job, gpus
         return None
+
+    def _group(self, job: Job) -> int:
+        """A group begins once all of those before it have begun; what failed in an earlier run is the last."""
+        return 2 if job.name in self._failed else int(job.late)
 
     def _leave_out(self) -> None:
         """Say of jobs that cannot run any more why."""
@@ -122,13 +131,13 @@ class Runner:
             return f"{job.after} did not end well"
         if job.gpus != "1" and len(self._on) < 2:
             return "needs two GPUs"
-        left_s = self._ends - time.monotonic()
+        left_s = self._began + self._within_s - time.monotonic()
         return f"takes {job.seconds} s, {max(0, left_s):.0f} s are left" if job.seconds > left_s else ""
 
     async def _one(self, job: Job, gpus: list[str]) -> None:
         began, log, names = time.monotonic(), self._into / f"{job.name}.log", ",".join(gpus)
         self._say(f"{job.name}: on GPU {names}, {job.seconds} s")
-        outcome = await self._process(job, names, log, min(job.limit_s, self._ends - began))
+        outcome = await self._process(job, names, log, min(job.limit_s, self._began + self._within_s - began))
         for gpu in gpus:
             self._on[gpu].remove(job)
         last = last_line(log)
@@ -161,7 +170,7 @@ class Runner:
                 os.killpg(process.pid, signal.SIGKILL)
             with anyio.CancelScope(shield=True):
                 await process.wait()
-        return f"killed after {limit_s:.0f} s"
+        return f"{'killed' if limit_s == job.limit_s else 'cut off'} after {limit_s:.0f} s"
 
     def _tell(self, row: Row) -> None:
         self.rows[row.name] = row

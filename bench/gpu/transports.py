@@ -54,7 +54,8 @@ from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 from omniflow.transport.base import Link
 from omniflow.transport.codec import Encoder, decoder_for
 from omniflow.transport.cuda_driver import map_memory, take_memory
-from omniflow.transport.cuda_ipc import CudaIpcLane, DevicePool
+from omniflow.transport.cuda_ipc import CudaIpcLane
+from omniflow.transport.device_pool import DevicePool
 from omniflow.transport.lane import Lane
 from omniflow.transport.nccl import NcclLane
 

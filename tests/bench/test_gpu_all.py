@@ -104,12 +104,19 @@ async def test_what_wants_two_gpus_is_left_out_on_one(tmp_path: Path) -> None:
 
 
 async def test_again_with_the_same_folder_does_what_is_not_done(tmp_path: Path) -> None:
-    counted = 'sh -c "echo once >> {work}/count"'
-    await runner(tmp_path, [job("first", counted), job("second", "false")]).run()
-    ran = runner(tmp_path, [job("first", counted), job("second", counted, after="first"), job("third", counted)])
+    """What failed comes last, what was cut off does not; rows of what is not asked for now stay."""
+    counted = 'sh -c "echo once >> {work}/count; date +%s%N"'
+    before = [job("first", counted), job("second", "false"), job("aside", "false")]
+    await runner(tmp_path, before).run()
+    await runner(tmp_path, [job("cut", "sleep 60", seconds=0)], within_s=0.5).run()
+    assert json.loads((tmp_path / "all.json").read_text())["jobs"][-1]["outcome"] == "cut off after 0 s"
+    jobs = [job("second", counted), job("third", counted, after="second"), job("first", counted), job("cut", counted)]
+    ran = runner(tmp_path, [*jobs, job("new", counted, late=True)])
     await ran.run()
-    assert all(row.is_ok for row in ran.rows.values()) and len(ran.rows) == 3
-    assert (tmp_path / "count").read_text() == 3 * "once\n"
+    assert {row.name for row in ran.rows.values() if not row.is_ok} == {"aside"} and len(ran.rows) == 6
+    assert (tmp_path / "count").read_text() == 5 * "once\n"
+    began = {name: int(log(tmp_path, job(name))) for name in ("second", "cut", "new")}
+    assert max(began["cut"], began["new"]) < began["second"]
 
 
 async def test_nothing_of_a_job_outlives_it(tmp_path: Path) -> None:
