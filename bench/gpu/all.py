@@ -106,13 +106,13 @@ class Runner:
 
     def _next(self) -> tuple[Job, list[str]] | None:
         """The first job that may start now, and its GPUs."""
-        for job in self._waiting:
-            if self._group(job) > self._group(self._waiting[0]):
+        able = [job for job in self._waiting if not job.after or job.after in self.rows]
+        for job in able:
+            if self._group(job) > self._group(able[0]):
                 break
-            if not job.after or job.after in self.rows:
-                gpus = place(job, self._on)
-                if gpus:
-                    return job, gpus
+            gpus = place(job, self._on)
+            if gpus:
+                return job, gpus
         return None
 
     def _group(self, job: Job) -> int:
