@@ -11,7 +11,8 @@ import msgspec
 from omniflow.planner.plan import PlannedEdge, PlannedHost
 from omniflow.topology import Stage
 from omniflow.transport.cuda_driver import map_memory, take_memory
-from omniflow.transport.cuda_ipc import CudaIpcLane, DevicePool
+from omniflow.transport.cuda_ipc import CudaIpcLane
+from omniflow.transport.device_pool import DevicePool
 from omniflow.transport.lane import Lane, LanePort
 from omniflow.transport.nccl import NcclLane
 

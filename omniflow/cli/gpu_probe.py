@@ -12,7 +12,7 @@ import sys
 
 from omniflow.errors import DeviceError
 from omniflow.transport.cuda_driver import map_memory, take_memory
-from omniflow.transport.cuda_ipc import FILLED
+from omniflow.transport.device_pool import FILLED
 
 _SIZE = 2**21
 _BYTE = 7

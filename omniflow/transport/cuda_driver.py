@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from omniflow.errors import DeviceError
-from omniflow.transport.cuda_ipc import NUM_SLOTS, DeviceMemory
 from omniflow.transport.descriptors import close_all
+from omniflow.transport.device_pool import NUM_SLOTS, DeviceMemory
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,8 @@ from omniflow.errors import ErrorInfo
 from omniflow.messages import Message
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 from omniflow.transport.base import Link
-from omniflow.transport.cuda_ipc import CudaIpcLane, DevicePool
+from omniflow.transport.cuda_ipc import CudaIpcLane
+from omniflow.transport.device_pool import DevicePool
 from omniflow.transport.lane import Lane
 from omniflow.transport.local_object import local_pair
 from omniflow.transport.nccl import NcclLane

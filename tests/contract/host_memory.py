@@ -13,7 +13,7 @@ import time
 import numpy as np
 import torch
 
-from omniflow.transport.cuda_ipc import NUM_SLOTS, DeviceMemory, reached
+from omniflow.transport.device_pool import NUM_SLOTS, DeviceMemory, reached
 
 
 class HostMemory(DeviceMemory):

@@ -17,7 +17,8 @@ from omniflow.errors import DeviceError, ProtocolError
 from omniflow.messages import LaneAnswer, LaneNote
 from omniflow.transport import nccl, nccl_ways
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
-from omniflow.transport.cuda_ipc import FREED, Arena, CudaIpcLane, DevicePool, reached
+from omniflow.transport.cuda_ipc import CudaIpcLane
+from omniflow.transport.device_pool import FREED, Arena, DevicePool, reached
 from omniflow.transport.nccl import NcclLane
 
 from ..waiting import HANGS_S

@@ -1,0 +1,26 @@
+"""What a pool of device memory gives out, on host memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from omniflow.transport.device_pool import FILLED, NUM_SLOTS, DevicePool, reached
+
+pytest.importorskip("torch")
+from tests.contract import host_memory
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("nothing_left")]
+
+
+async def test_the_last_generation_of_a_slot_is_not_taken_for_the_first() -> None:
+    """Words have 32 bits, and so have generations: what was filled 2 ** 32 blocks ago is not what comes now."""
+    pool = DevicePool(2**20, host_memory.take)
+    words = (await pool.open()).words
+    pool._generations = [2**32 - 1] * NUM_SLOTS
+    block = pool.try_take(100)
+    assert block is not None and block.generation == 0
+    words[block.slot, FILLED] = 2**32 - 1
+    assert not reached(words[block.slot, FILLED], block.generation)
+    words[block.slot, FILLED] = block.generation
+    assert reached(words[block.slot, FILLED], block.generation)
+    pool.close()
