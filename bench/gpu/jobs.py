@@ -92,6 +92,7 @@ JOBS = (
         f"{ENGINE} sglang --sizes smollm2 --smollm2 {{smollm2}} --rounds 5 --json {{json}}",
         60,
         "rates of sgl.Engine, small real weights",
+        late=True,
     ),
     Job("engine.sglang_8b", f"{ENGINE} sglang --sizes 8b --json {{json}}", 85, "rates of sgl.Engine, 8B", late=True),
     Job("budgets", "python -m bench.gpu.budgets --json {json}", 70, "two engines and a codec keep what they have"),
@@ -126,7 +127,7 @@ JOBS = (
     Job(
         "transports.two",
         "python -m bench.gpu.transports two --json {json}",
-        140,
+        120,
         "tensors between two GPUs, beside bare NCCL",
         gpus="2",
     ),
