@@ -21,7 +21,7 @@ import numpy as np
 from actors.roles import TalkerRole
 from actors.seeds import part_seed, request_seed
 from actors.stage import GATHER_S, EngineStage
-from omniflow.actor import Context, Emit, Stream
+from omniflow.actor import Context, Count, Emit, Stream
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
 from omniflow.errors import InvalidInputError
@@ -95,8 +95,8 @@ class ArTalker(EngineStage, TalkerRole, ABC):
         model: str,
         device: str = "cpu",
         threads: int = 1,
-        max_running: int = 8,
-        max_waiting: int = 64,
+        max_running: Count = 8,
+        max_waiting: Count = 64,
         engine: EngineName = "reference",
     ) -> None:
         super().__init__(model, device, threads)

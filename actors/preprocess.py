@@ -9,7 +9,7 @@ import numpy as np
 from actors.clip import Clip
 from actors.roles import Preprocessed
 from actors.threads import Threads, in_order
-from omniflow.actor import Actor
+from omniflow.actor import Actor, Count
 from omniflow.errors import InvalidInputError, UnsupportedError
 from omniflow.media import (
     AudioPart,
@@ -37,7 +37,7 @@ class Preprocess(Actor):
     """
 
     def __init__(
-        self, *, max_audio_s: float = 600, max_images: int = 32, max_videos: int = 0, decoders: int = 4
+        self, *, max_audio_s: float = 600, max_images: int = 32, max_videos: int = 0, decoders: Count = 4
     ) -> None:
         self._max_audio_s = max_audio_s
         self._max_images = max_images

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import anyio
+from msgspec import Meta
 
 from actors.roles import SegmenterRole
-from omniflow.actor import Context, Emit, Stream
+from omniflow.actor import Context, Count, Emit, Stream
 from omniflow.media import Segment, TextDelta
 
 LETTERS_PER_S = 14.0
@@ -31,11 +33,11 @@ class Segmenter(SegmenterRole):
     def __init__(
         self,
         *,
-        first_size: int = 24,
-        max_size: int = 200,
+        first_size: Count = 24,
+        max_size: Count = 200,
         first_wait_s: float = 0.35,
         lead_s: float = 0.5,
-        letters_per_s: float = LETTERS_PER_S,
+        letters_per_s: Annotated[float, Meta(gt=0)] = LETTERS_PER_S,
     ) -> None:
         self._first_size = first_size
         self._max_size = max_size

@@ -14,7 +14,7 @@ from actors.roles import ThinkerRole
 from actors.stage import GATHER_S, EngineStage
 from actors.tokenizer import load_tokenizer
 from actors.tool_format import HERMES
-from omniflow.actor import Context, Emit
+from omniflow.actor import Context, Count, Emit
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.group import follow, lead
 from omniflow.engine.loop import EngineLoop
@@ -65,14 +65,14 @@ class Thinker(EngineStage, ThinkerRole):
         model: str,
         device: str = "cpu",
         threads: int = 1,
-        max_tokens: int = 512,
+        max_tokens: Count = 512,
         temperature: float = 0.2,
         top_p: float = 0.9,
         top_k: int = 0,
         repetition_penalty: float | None = None,
-        max_running: int = 8,
-        max_waiting: int = 64,
-        kv_tokens: int = 16384,
+        max_running: Count = 8,
+        max_waiting: Count = 64,
+        kv_tokens: Count = 16384,
         engine: Literal["transformers", "sglang"] = "transformers",
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         deterministic: bool = False,

@@ -24,7 +24,7 @@ import types
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -38,6 +38,9 @@ from omniflow.errors import ActorBrokenError, GraphError
 from omniflow.media import Options
 from omniflow.turns import Turns
 from omniflow.weights import Weights
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+"""The type of a setting that is 1 at least: places, tokens, threads."""
 
 T = TypeVar("T")
 R = TypeVar("R")

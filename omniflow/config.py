@@ -23,7 +23,6 @@ from omniflow.errors import ConfigError
 from omniflow.topology import STAGE_FIELDS, GraphSpec, Stage, nearest
 
 Seconds = Annotated[float, Meta(gt=0, description="seconds")]
-Count = Annotated[int, Meta(ge=1)]
 Key = Annotated[str, Meta(pattern=r"^[!-+\--~]+$")]
 """What fits into a header, and between commas."""
 SECRETS = frozenset({"server.api_keys", "server.ssl_keyfile_password"})

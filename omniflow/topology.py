@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from omniflow.actor import Actor, Port, Ports, ports_of
+from omniflow.actor import Actor, Count, Port, Ports, ports_of
 from omniflow.errors import GraphError
 from omniflow.mailbox import Policy
 
@@ -126,10 +126,10 @@ class Stage(msgspec.Struct, frozen=True):
 
 STAGE_FIELDS: dict[str, Any] = {
     "device": str,
-    "tp": int,
+    "tp": Count,
     "isolate": bool,
     "near": str | None,
-    "threads": int,
+    "threads": Count,
     "memory": Budget,
     "restart": Restart,
 }
@@ -266,7 +266,7 @@ class GraphSpec(msgspec.Struct, frozen=True):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """'; did you mean ...?' or the known names, for error texts."""
-    names = sorted(known)
+    names = sorted(set(known))
     close = difflib.get_close_matches(name, names, 1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names) or 'none'}"
 

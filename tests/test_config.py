@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omniflow.actor import Actor, Emit, Stream
+from omniflow.actor import Actor, Count, Emit, Stream
 from omniflow.config import (
     Configured,
     Layer,
@@ -32,7 +32,7 @@ class Writer(Actor):
         self,
         *,
         model: str = "small",
-        max_tokens: int = 16,
+        max_tokens: Count = 16,
         temperature: float = 0.5,
         echo: bool = False,
         mode: Literal["fast", "exact"] = "fast",
@@ -167,10 +167,13 @@ def test_a_value_with_an_equals_sign() -> None:
 REFUSED = [
     ("first.max_tokens", "many", "x: first.max_tokens='many': Expected `int`, got `str`"),
     ("first.max_tokens", 1.5, "x: first.max_tokens=1.5: Expected `int`, got `float`"),
+    ("first.max_tokens", "0", "x: first.max_tokens='0': Expected `int` >= 1"),
     ("first.mode", "slow", "x: first.mode='slow': Invalid enum value 'slow'"),
     ("first.max_tokns", 1, "x: stage 'first' has no setting 'max_tokns'; did you mean 'max_tokens'?"),
     ("first.devise", "gpu", "x: stage 'first' has no setting 'devise'; did you mean 'device'?"),
     ("first.tp", "two", "x: first.tp='two': Expected `int`, got `str`"),
+    ("first.tp", 0, "x: first.tp=0: Expected `int` >= 1"),
+    ("first.threads", "-2", "x: first.threads='-2': Expected `int` >= 1"),
     ("frist.model", "a", "x: unknown key 'frist.model'; did you mean 'first'?"),
     ("nothing", "a", "x: unknown key 'nothing'; known: first, read, runtime, second, server, value"),
     ("runtime.deadline", 5, "x: unknown key runtime.deadline; did you mean 'deadline_s'?"),
@@ -219,7 +222,7 @@ def test_a_required_setting_may_come_from_a_layer() -> None:
 
 
 def test_settings_are_read_from_the_signature() -> None:
-    assert settings_of(Writer)["max_tokens"] == (int, 16)
+    assert settings_of(Writer)["max_tokens"] == (Count, 16)
     assert settings_of(Pass) == {}
     assert list(settings_of(Needy)) == ["path"]
 
@@ -307,3 +310,13 @@ def test_an_actor_gets_the_fields_of_its_stage_that_it_takes() -> None:
     configured = configure(found.spec(), [set_layer(["writer.threads=3"])])
     assert arguments_of(configured.spec.stage("writer")) == {"threads": 3, "device": "cpu", "max_tokens": 5}
     assert arguments_of(msgspec.structs.replace(configured.spec.stage("writer"), actor=Writer)) == {"max_tokens": 5}
+
+
+def test_fields_that_an_actor_takes_too_are_named_once() -> None:
+    found = Graph("g")
+    writer = found.stage("writer", Threaded)
+    found.input(text=writer)
+    found.output(text=writer)
+    known = "device, isolate, max_tokens, memory, near, restart, threads, tp"
+    with pytest.raises(ConfigError, match=f"no setting 'quux'; known: {known}$"):
+        configure(found.spec(), [set_layer(["writer.quux=1"])])

@@ -17,6 +17,7 @@ from graphs.ming_omni import graph
 from omniflow import (
     Chat,
     ChatMessage,
+    ConfigError,
     Context,
     GraphError,
     GraphSpec,
@@ -32,7 +33,7 @@ from omniflow import (
     plan,
 )
 from omniflow.cli.chosen import choose
-from omniflow.config import Layer, configure
+from omniflow.config import Layer, configure, set_layer
 from omniflow.topology import parse_bytes
 from tests.running import INLINE
 
@@ -166,3 +167,22 @@ async def test_another_checkpoint_of_the_kind_is_served(tmp_path: Path) -> None:
     assert given["usage"].completion_tokens == 6
     assert "".join(delta.text for delta in given["text"]).split()
     assert sum(len(chunk.samples) for chunk in given["audio"]) > 4410
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        "talker.max_running=0",
+        "talker.max_waiting=0",
+        "thinker.max_tokens=-4",
+        "thinker.kv_tokens=0",
+        "segment.max_size=0",
+        "segment.letters_per_s=0",
+        "preprocess.decoders=0",
+        "vocoder.sample_rate_hz=0",
+    ],
+)
+def test_settings_that_nothing_could_run_with_are_refused_before_the_start(pair: str) -> None:
+    """No place for an utterance: the talker's first word would never be said."""
+    with pytest.raises(ConfigError, match=rf"{pair.partition('=')[0]}='.*': Expected `\w+` >"):
+        configure(graph.spec("embedded"), [set_layer([pair])])

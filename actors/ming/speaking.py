@@ -18,7 +18,7 @@ from actors.ming.voices import (
 from actors.roles import TalkerRole
 from actors.seeds import part_seed, request_seed
 from actors.stage import EngineStage
-from omniflow.actor import Context, Emit, NamedVoice, Stream
+from omniflow.actor import Context, Count, Emit, NamedVoice, Stream
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
 from omniflow.errors import InvalidInputError, UnsupportedError, WeightsError
@@ -62,9 +62,9 @@ class MingTalker(EngineStage, TalkerRole):
         model: str,
         device: str = "cpu",
         threads: int = 1,
-        max_running: int = 8,
-        max_waiting: int = 64,
-        kv_tokens: int = 16384,
+        max_running: Count = 8,
+        max_waiting: Count = 64,
+        kv_tokens: Count = 16384,
         temperature: float = 0.0,
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         normalise: bool = True,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from actors.batched_vocoder import BatchedVocoder
+from omniflow.actor import Count
 
 if TYPE_CHECKING:
     from actors.streaming_decoder import BatchedDecoder
@@ -29,7 +30,7 @@ class MingVocoder(BatchedVocoder):
         model: str,
         device: str = "cpu",
         threads: int = 1,
-        max_together: int = 32,
+        max_together: Count = 32,
         longest_s: float = 40.0,
         dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     ) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import soxr
+from msgspec import Meta
 
 from actors.piper import PIPER_JOE
 from actors.piper.voice import NUM_CHANNELS, SAMPLES_PER_FRAME, Voice, open_graph
@@ -47,7 +49,9 @@ class PiperVocoder(ModelStage):
 
     heavy = True
 
-    def __init__(self, *, model: str = PIPER_JOE.name, sample_rate_hz: int = 24000) -> None:
+    def __init__(
+        self, *, model: str = PIPER_JOE.name, sample_rate_hz: Annotated[int, Meta(ge=8000, le=192000)] = 24000
+    ) -> None:
         super().__init__(model)
         self._sample_rate_hz = sample_rate_hz
         self._decoder: PiperDecoder
