@@ -1,6 +1,6 @@
 """Writes docs/gpu_transports.md from bench/results/gpu_transports.json: a list of what bench.gpu.transports found.
 
-python -m bench.gpu.page [RUN ...]     RUN: a JSON of bench.gpu.transports, which is added to the results
+python -m bench.gpu.page [FILE ...]     FILES: JSONs of bench.gpu.transports, which are added as one run
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def main() -> None:
     lines = [HEAD, AIMS]
     runs = json.loads(RESULTS.read_text())
     if len(sys.argv) > 1:
-        runs += [json.loads(Path(file).read_text()) for file in sys.argv[1:]]
+        added = [json.loads(Path(file).read_text()) for file in sys.argv[1:]]
+        runs.append({**added[0], "parts": {name: part for each in added for name, part in each["parts"].items()}})
         RESULTS.write_text(json.dumps(runs, indent=1) + "\n")
     for run in runs:
         machine = run["machine"]
