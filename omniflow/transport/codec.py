@@ -233,7 +233,7 @@ def _tensor(region: Region, dtype: str, shape: list[int]) -> torch.Tensor:
     import torch
 
     # torch warns that it has no read-only tensors; by contract nobody writes to what came over an edge.
-    kind: torch.dtype = torch.__dict__[dtype]
+    kind = _dtype_named(dtype)
     size = kind.itemsize * math.prod(shape)
     if size == 0:
         return torch.empty(shape, dtype=kind)

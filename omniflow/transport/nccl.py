@@ -23,8 +23,9 @@ from omniflow.errors import DeviceError, ProtocolError
 from omniflow.messages import Block, LaneAnswer, LaneNote, LaneOffer
 from omniflow.transport.codec import Part
 from omniflow.transport.deaths import Key
+from omniflow.transport.gloo_way import GlooWay
 from omniflow.transport.lane import LANE_SLAB, Fetched, Lane, LanePort, Origin
-from omniflow.transport.nccl_ways import RECEIVER, SENDER, GlooWay, NcclWay, Notes, Way, bytes_of
+from omniflow.transport.nccl_ways import RECEIVER, SENDER, NcclWay, Notes, Way, bytes_of
 from omniflow.transport.slabs import BlockPool
 
 if TYPE_CHECKING:

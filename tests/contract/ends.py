@@ -23,7 +23,7 @@ from omniflow.transport.nccl import NcclLane
 from tests.waiting import HANGS_S
 
 KINDS = ["local_object", "arrow_shm", "cuda_ipc", "cuda_ipc of another GPU", "nccl"]
-"""CUDA IPC runs on host memory here (host_memory.py), NCCL on gloo; on GPUs both do in test_gpus.py."""
+"""CUDA IPC runs on host memory here (host_memory.py), NCCL on gloo; on GPUs both do in tests/test_gpu_hosts.py."""
 
 
 class Arrived(NamedTuple):

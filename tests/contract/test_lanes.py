@@ -15,7 +15,7 @@ import pytest
 
 from omniflow.errors import DeviceError, ProtocolError
 from omniflow.messages import LaneAnswer, LaneNote
-from omniflow.transport import nccl, nccl_ways
+from omniflow.transport import gloo_way, nccl
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 from omniflow.transport.cuda_ipc import CudaIpcLane
 from omniflow.transport.device_pool import FREED, Arena, DevicePool, reached
@@ -380,7 +380,7 @@ async def test_a_copy_that_fails_fails_its_sender_and_stops_no_reader() -> None:
 
 @pytest.mark.parametrize("kind", LANES)
 async def test_a_link_that_is_closed_while_its_lane_opens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_ways, "CONNECT_S", 1.0)  # gloo waits for as long, where one end was about to connect
+    monkeypatch.setattr(gloo_way, "CONNECT_S", 1.0)  # gloo waits for as long, where one end was about to connect
     for turns in (0, 1, 3):
         ends = Ends(kind)
         async with anyio.create_task_group() as tasks:
@@ -403,13 +403,13 @@ async def test_the_next_communicator_works_after_a_death() -> None:
 async def test_torch_finds_our_store_whenever_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group may ask again when the first tensor is sent; torch itself does not keep the Python part alive."""
     stores: list[Any] = []
-    make = nccl_ways._make_group
+    make = gloo_way._make_group
 
     def keep(rank: int, store: Any) -> Any:
         stores.append(torch.distributed.PrefixStore("later", store))
         return make(rank, store)
 
-    monkeypatch.setattr(nccl_ways, "_make_group", keep)
+    monkeypatch.setattr(gloo_way, "_make_group", keep)
     async with Ends.opened("nccl"):
         gc.collect()
         for store in stores:

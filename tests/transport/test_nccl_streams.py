@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from omniflow.transport import nccl, nccl_ways
-from omniflow.transport.nccl_ways import RECEIVER, SENDER, GlooWay, NcclWay, Notes
+from omniflow.transport import gloo_way, nccl, nccl_ways
+from omniflow.transport.gloo_way import GlooWay
+from omniflow.transport.nccl_ways import RECEIVER, SENDER, NcclWay, Notes
 from tests.waiting import HANGS_S
 
 torch = pytest.importorskip("torch")
@@ -159,7 +160,7 @@ def test_no_thread_waits_for_long_for_a_peer_that_dies_while_gloo_connects(
     """It has said where it is, and is gone before it connects. Only gloo's own timeout, of which it waits several,
     ends that wait.
     """
-    monkeypatch.setattr(nccl_ways, "CONNECT_S", 0.1)
+    monkeypatch.setattr(gloo_way, "CONNECT_S", 0.1)
     theirs: Notes
     said = threading.Event()
     ours = Notes(lambda key, value: theirs.close())
@@ -192,7 +193,7 @@ def test_a_group_that_is_made_after_its_link_has_ended_is_not_kept(monkeypatch: 
         way.abort()  # finds no group yet
         return Group()
 
-    monkeypatch.setattr(nccl_ways, "_make_group", make)
+    monkeypatch.setattr(gloo_way, "_make_group", make)
     way = GlooWay(RECEIVER, Notes(lambda key, value: None))
     assert nccl._opened(way) == "RuntimeError: the communicator was closed"
     assert (way._group, aborted) == (None, [True])
