@@ -6,11 +6,13 @@ ARGS ?=
 VENV := .venv
 PEERS := .venv-bench
 CLIENTS := .venv-clients
+GPU := .venv-gpu
+SGLANG ?= sglang
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := omniflow actors graphs tests bench docs
 
-.PHONY: help run test test-clients setup check format bench bench-peers docs clean
+.PHONY: help run test test-clients setup check format bench bench-peers gpu docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -54,11 +56,14 @@ bench-peers: | $(VENV)/.made ## install what `make bench` compares with (.venv-b
 		$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt $$peer || \
 		echo "left out: $$peer"; done
 
+gpu: $(GPU)/.installed ## on a machine with GPUs: all tests and measurements that want them (ARGS="--list", SGLANG=sglang==0.5.17)
+	$(GPU)/bin/python -m bench.gpu.all $(ARGS)
+
 docs: $(VENV)/.installed-dev ## write what is generated: docs/config.md, the picture in README.md
 	$(BIN)/python docs/generate.py
 
 clean: ## remove .venv and everything that tools have written; weights stay in the user's cache
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(GPU) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are younger than everything that decides what is installed, so a second call of make does nothing.
@@ -75,6 +80,13 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/npm/package.
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet -r tests/clients/requirements.txt
 	@! command -v npm >/dev/null || (cp tests/clients/npm/package.json $(CLIENTS)/ && npm install --silent --prefix $(CLIENTS))
+	@touch $@
+
+# Its own, because SGLang asks for one torch and one transformers exactly, built for GPUs.
+$(GPU)/.installed: pyproject.toml
+	@test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/python -m pip --disable-pip-version-check install --editable ".[embedded,sglang]" "$(SGLANG)" \
+		pytest pytest-timeout hypothesis jsonschema nvidia-ml-py
 	@touch $@
 
 # Debian without python3-venv has the module but not pip's wheel: there the system's pip brings pip into .venv.
