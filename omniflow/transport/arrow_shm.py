@@ -365,8 +365,12 @@ class ArrowShmLink(Link):
         """The bytes of a value's tensors that stayed on their device."""
         if self._lane is None:
             raise DeviceError("this end of the link has no lane")
-        region, owner = self._lane.fetch(block, origin)
         key = (block.slab, block.slot, block.generation)
+        try:
+            region, owner = self._lane.fetch(block, origin)
+        except DeviceError:
+            self._release([key])  # nobody will have it
+            raise
         if owner is None:
             self._lane.died([key])
             self.send(Release((key,)), more=True)

@@ -473,6 +473,9 @@ async def test_a_receive_that_fails_fails_its_request_and_closes_the_lane() -> N
         assert ends.at_b.bad[0][2].message == "its tensors cannot be had: RuntimeError: out of memory"
         assert (await ends.there(torch.ones(9), torch.Tensor)).sum() == 9
         assert ends.lane_a.problem == "RuntimeError: out of memory"
+        with anyio.fail_after(HANGS_S):
+            await ends.returned()
+        assert ends.lane_a.pool.blocks_in_use == 0
 
 
 class Transfer:
