@@ -66,7 +66,7 @@ class Report:
 
     def add(self, values: Mapping[str, Any], *path: str) -> None:
         """Put `values` beside those that are known under `path`, print them, write all."""
-        print(" ".join(path), json.dumps(values), flush=True)
+        print(*path, json.dumps(values), flush=True)
         self.keep(values, *path)
 
     def keep(self, values: Mapping[str, Any], *path: str) -> None:

@@ -25,7 +25,7 @@ def test_what_is_added_is_written_at_once_beside_other_parts(
         "rates": {"1b": {"8": {"tokens": 5, "first": 2}}, "took": 3},
         "kills": {"one": {}},
     }
-    assert capsys.readouterr().out == '1b 8 {"tokens": 5}\n {"took": 3}\n'
+    assert capsys.readouterr().out == '1b 8 {"tokens": 5}\n{"took": 3}\n'
 
 
 def test_the_machine_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
