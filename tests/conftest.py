@@ -89,6 +89,12 @@ def descriptors() -> dict[str, str]:
 
 
 @pytest.fixture
+def heard_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts have a second to say what a request waited for when its deadline came, where users wait 0.1 s for it."""
+    monkeypatch.setattr("omniflow.runtime._QUIET_S", 1.0)
+
+
+@pytest.fixture
 def nothing_left() -> Iterator[None]:
     """Fails a test that leaves a process, an open descriptor or an entry in /dev/shm behind."""
     before, shm, hosts = descriptors(), shared_memory(), hosts_below(os.getpid())

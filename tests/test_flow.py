@@ -161,6 +161,7 @@ async def test_every_item_taken_makes_room_at_once() -> None:
 # -- fan-in ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("heard_out")
 @everywhere
 @pytest.mark.parametrize("late", ["left", "right"])
 async def test_the_deadline_of_a_fan_in_names_the_missing_port(cluster: Cluster, late: str) -> None:
@@ -175,6 +176,7 @@ async def test_the_deadline_of_a_fan_in_names_the_missing_port(cluster: Cluster,
         assert found["job"].seen == ("start", "left", "start", "right")
 
 
+@pytest.mark.usefixtures("heard_out")
 async def test_a_source_that_cannot_even_say_that_it_runs_is_named_by_the_port_that_waits() -> None:
     async with running(fork.build(), CPU, hang_s=1.5) as runtime:
         with pytest.raises(DeadlineError) as caught:

@@ -245,6 +245,7 @@ async def test_a_result_too_large_for_the_memory_names_its_stage() -> None:
 # -- deadlines and cancels ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("heard_out")
 async def test_a_deadline_names_the_stage_that_ran() -> None:
     async with running(words.build(), CPU) as runtime:
         error = await error_of(runtime, "line", Line("a hang x"), deadline_s=0.3)
@@ -252,6 +253,7 @@ async def test_a_deadline_names_the_stage_that_ran() -> None:
         assert isinstance(error, DeadlineError)
 
 
+@pytest.mark.usefixtures("heard_out")
 async def test_a_deadline_names_the_port_of_a_fan_in_that_waited() -> None:
     async with running(words.build(), CPU) as runtime:
         count = pid_of(runtime, "count")

@@ -154,6 +154,7 @@ async def test_an_error_names_the_stage_of_the_row_that_made_it(
     assert (caught.value.stage, caught.value.message) == ("wrong", message)
 
 
+@pytest.mark.usefixtures("heard_out")
 @CLUSTERS
 async def test_a_deadline_names_the_stage_of_the_row_that_runs(cluster: Cluster) -> None:
     with pytest.raises(DeadlineError, match="while stage 'wrong' was running"):

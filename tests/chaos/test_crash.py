@@ -51,11 +51,11 @@ async def nothing_more(runtime: Watched, first: Footprint, hosts: dict[str, Held
 
 @pytest.mark.parametrize("num", [10, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 async def test_rounds_of_kill_9(num: int, dice: random.Random) -> None:
-    async with watched(paths.build()) as runtime:
+    async with watched(paths.build(), hang_s=3 * HANGS_S) as runtime:
         found = spreads(await play(runtime, dice, rounds(num)))
     print(*found.items(), sep="\n")
     assert found["noticed -> typed error"].num > 0
-    assert found["kill -> noticed"].max_ms < 10_000, "the kernel tells of a death; its heart would, after 20 s"
+    assert found["kill -> noticed"].max_ms < 1000 * HANGS_S, "the kernel tells of a death, not the missing heartbeat"
 
 
 async def test_what_nobody_has_seen_is_replayed(dice: random.Random) -> None:
