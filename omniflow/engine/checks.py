@@ -90,9 +90,15 @@ def _refuse_before(request: EngineRequest) -> None:
         raise ProtocolError("latents before it need an engine with a flow head", request_id=request.id)
 
 
-def check_length(request_id: str, length: int, most: int) -> None:
-    """For engines of text. Raises ContextLengthError for a prompt of more than `most` tokens."""
+def check_length(request_id: str, length: int, most: int, counted: str = "tokens", param: str = "messages") -> None:
+    """Raises ContextLengthError for a prompt of more than `most` inputs, which are called as `counted` says."""
     if length > most:
         raise ContextLengthError(
-            f"the prompt has {length} tokens; at most {most} fit", request_id=request_id, param="messages"
+            f"the prompt has {length} {counted}; at most {most} fit", request_id=request_id, param=param
         )
+
+
+def refuse_nothing(request_id: str, length: int) -> None:
+    """Raises InvalidInputError where a prompt that was fed is whole, and empty."""
+    if length == 0:
+        raise InvalidInputError("nothing was fed: a generation needs at least 1 input", request_id=request_id)

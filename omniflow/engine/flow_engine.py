@@ -20,11 +20,10 @@ import torch
 from torch import nn
 
 from omniflow.engine.base import EngineOutput, EngineRequest
+from omniflow.engine.batching import BatchingEngine
 from omniflow.engine.flow import FlowHead, FlowKnobs, FlowStep, flow_noise
 from omniflow.engine.frames import embedded
-from omniflow.engine.queue import RunQueue
-from omniflow.engine.stats import EngineStats
-from omniflow.errors import ContextLengthError, InvalidInputError, ProtocolError
+from omniflow.errors import InvalidInputError, ProtocolError
 
 S = TypeVar("S")
 _MOST_HEARD = 64
@@ -67,7 +66,7 @@ class FlowModel(Protocol[S]):
         ...
 
 
-class FlowEngine(Generic[S]):
+class FlowEngine(BatchingEngine["_Row[S]"], Generic[S]):
     """`Engine` on a `FlowModel`; each output has the latents of one step, the last of them too.
 
     Of a request's `sampling` count `seed`, `max_tokens`, the most steps, and `temperature`: `sigma` times its root is
@@ -97,8 +96,12 @@ class FlowEngine(Generic[S]):
         self._given: tuple[list[_Row[S]], torch.Tensor] | None = None
         """The rows of a step that was begun, and of each its latents and whether it stopped."""
         self._guidance, self._sigma = guidance, sigma
-        self._limit = min(model.max_positions, kv_tokens)
-        self._queue: RunQueue[_Row[S]] = RunQueue(max_running=max_running, max_waiting=max_waiting, kv_tokens=kv_tokens)
+        super().__init__(
+            limit=min(model.max_positions, kv_tokens),
+            max_running=max_running,
+            max_waiting=max_waiting,
+            kv_tokens=kv_tokens,
+        )
         self._heard: dict[bytes, torch.Tensor] = {}
         """Feedback of latents that came before requests, what was asked for last at the end."""
 
@@ -107,9 +110,9 @@ class FlowEngine(Generic[S]):
         InvalidInputError for an empty prompt or a temperature below 0.
         """
         self._check(request)
+        capacity = self._capacity(request.id, len(request.ids) + self._num_heard(request), request.sampling)
         self._queue.check_room(request.id)
         heard = self._feedback(request)
-        capacity = min(len(request.ids) + len(heard) + request.sampling.max_tokens, self._limit)
         self._queue.wait(_Row(request, self._model, heard, capacity), request.urgent)
 
     def feed(self, request_id: str, rows: torch.Tensor, done: bool) -> None:
@@ -119,28 +122,15 @@ class FlowEngine(Generic[S]):
 
     def step(self) -> list[EngineOutput]:
         """One step of the whole batch; see the module's docstring."""
-        outputs = [*self._ended(), *self._drop_aborted()]
-        self._queue.admit()
+        outputs = [*self._ended(), *self._join()]
         if self._queue.running:
             self._begin(list(self._queue.running))
         return outputs if self._overlap else [*outputs, *self._ended()]
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request at the next step; unknown ids are ignored."""
-        self._queue.abort(request_id)
-
-    def has_work(self) -> bool:
-        """True while `step` would do something."""
-        return bool(self._queue.running) or self._queue.has_work()
-
-    def stats(self) -> EngineStats:
-        """Counts for metrics and admission."""
-        return self._queue.stats()
-
     def close(self) -> None:
         """Drop all requests and the model."""
         self._given = None
-        self._queue.clear()
+        super().close()
         del self._model
 
     def _check(self, request: EngineRequest) -> None:
@@ -149,13 +139,6 @@ class FlowEngine(Generic[S]):
             raise ProtocolError("this engine takes whole prompts: no `open` ones", request_id=request.id)
         if not request.ids:
             raise InvalidInputError("the prompt is empty: it needs at least 1 input", request_id=request.id)
-        length = len(request.ids) + self._num_heard(request)
-        if length >= self._limit:
-            raise ContextLengthError(
-                f"the prompt has {length} inputs; at most {self._limit - 1} fit",
-                request_id=request.id,
-                param="input",
-            )
         if request.sampling.temperature < 0:
             raise InvalidInputError(
                 f"temperature {request.sampling.temperature} is below 0", request_id=request.id, param="temperature"
@@ -189,11 +172,8 @@ class FlowEngine(Generic[S]):
             del self._heard[next(iter(self._heard))]
         return found
 
-    def _drop_aborted(self) -> list[EngineOutput]:
-        dropped = self._queue.drop_aborted()
-        for row in dropped:
-            self._model.end(row.stream)
-        return [EngineOutput(row.id, (), "abort") for row in dropped]
+    def _release(self, row: _Row[S]) -> None:
+        self._model.end(row.stream)
 
     def _begin(self, rows: list[_Row[S]]) -> None:
         """A step of `rows`, which a GPU may still work on afterwards."""
@@ -221,8 +201,7 @@ class FlowEngine(Generic[S]):
             reason: Literal["stop", "length"] | None = "stop" if stopped[number] else "length" if row.is_full else None
             outputs.append(EngineOutput(row.id, (), reason, (), latents[number]))
             if reason is not None:
-                self._queue.end(row)
-                self._model.end(row.stream)
+                self._end(row)
         return outputs
 
 
@@ -239,6 +218,11 @@ class _Row(Generic[S]):
         self._seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         self._shape = model.head.noise_shape
         self.draw()
+
+    @property
+    def available(self) -> int:
+        """Inputs of the next step."""
+        return len(self.inputs)
 
     @property
     def is_full(self) -> bool:

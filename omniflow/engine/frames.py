@@ -16,14 +16,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from omniflow.engine.base import EngineOutput, EngineRequest, Sampling
+from omniflow.engine.base import EngineOutput, EngineRequest
+from omniflow.engine.batching import FeedingEngine
 from omniflow.engine.checks import check_rows, refuse_kinds, refuse_text
 from omniflow.engine.decoder import Decoder, DecoderShape, attend_last
 from omniflow.engine.heads import STATE_SIZE, FrameHead, Knobs, frame_noise
 from omniflow.engine.linear import pack_linears
-from omniflow.engine.queue import RunQueue
-from omniflow.engine.stats import EngineStats
-from omniflow.errors import ContextLengthError, InvalidInputError, ProtocolError
+from omniflow.errors import InvalidInputError, ProtocolError
 
 
 class FrameModel(nn.Module):
@@ -37,7 +36,7 @@ class FrameModel(nn.Module):
         self.head = head
 
 
-class FrameEngine:
+class FrameEngine(FeedingEngine["_Row"]):
     """`Engine` on a `FrameModel`, float32; its outputs have `frames`, one step at a time.
 
     Of a request's `sampling` and `later_codes` count `temperature`, `top_k`, `top_p`, and of `sampling` `seed` and
@@ -57,9 +56,14 @@ class FrameEngine:
     ) -> None:
         pack_linears(model, least_rows=1)
         self._model = model
-        self._limit = min(model.shape.max_position_embeddings, kv_tokens)
         self._chunk = chunk
-        self._queue: RunQueue[_Row] = RunQueue(max_running=max_running, max_waiting=max_waiting, kv_tokens=kv_tokens)
+        super().__init__(
+            width=model.shape.hidden_size,
+            limit=min(model.shape.max_position_embeddings, kv_tokens),
+            max_running=max_running,
+            max_waiting=max_waiting,
+            kv_tokens=kv_tokens,
+        )
 
     def start(self, request: EngineRequest) -> None:
         """Queue `request`. Raises ContextLengthError if it can never fit, OverloadedError if the queue is full."""
@@ -70,28 +74,9 @@ class FrameEngine:
         capacity = self._capacity(request.id, len(request.ids), request.sampling)
         self._queue.wait(_Row(request, self._model, capacity), request.urgent)
 
-    def feed(self, request_id: str, rows: torch.Tensor, done: bool) -> None:
-        """Append input embeddings [n, hidden]; `done` lets it make frames. A request that has ended is ignored.
-
-        Raises ContextLengthError where they do not fit into the model, OverloadedError where the KV cache is full.
-        """
-        row = self._queue.find(request_id)
-        if row is None:
-            return
-        if not row.open:
-            raise ProtocolError(f"request {request_id} is not open for more input", request_id=request_id)
-        check_rows(request_id, rows, self._model.shape.hidden_size)
-        if done and row.length + len(rows) == 0:
-            raise InvalidInputError("nothing was fed: a generation needs at least 1 input", request_id=request_id)
-        capacity = self._capacity(request_id, row.length + len(rows), row.sampling)
-        self._queue.check_growth(row, capacity)
-        row.feed(rows, capacity)
-        row.open = not done
-
     def step(self) -> list[EngineOutput]:
         """One step of the whole batch; see the module's docstring."""
-        outputs = [EngineOutput(row.id, (), "abort") for row in self._queue.drop_aborted()]
-        self._queue.admit()
+        outputs = self._join()
         spans = self._schedule()
         if spans:
             with torch.inference_mode():
@@ -101,29 +86,10 @@ class FrameEngine:
                     outputs += self._frames([spans[number].row for number in ready], hidden[ready])
         return outputs
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request at the next step; unknown ids are ignored."""
-        self._queue.abort(request_id)
-
-    def has_work(self) -> bool:
-        """True while `step` would do something; an open request that waits for input is no work."""
-        return self._queue.has_work() or any(row.available > 0 for row in self._queue.running)
-
-    def stats(self) -> EngineStats:
-        """Counts for metrics and admission."""
-        return self._queue.stats()
-
     def close(self) -> None:
         """Drop all requests and the model."""
-        self._queue.clear()
+        super().close()
         del self._model
-
-    def _capacity(self, request_id: str, length: int, sampling: Sampling) -> int:
-        if length >= self._limit:
-            raise ContextLengthError(
-                f"the prompt has {length} inputs; at most {self._limit - 1} fit", request_id=request_id, param="input"
-            )
-        return min(length + sampling.max_tokens, self._limit)
 
     def _schedule(self) -> list[_Span]:
         """The next input of every row that makes frames, and the next chunk of the first that reads.
@@ -162,7 +128,7 @@ class FrameEngine:
             frames = None if stopped else given.codes[number : number + 1]
             outputs.append(EngineOutput(row.id, (), reason, (), frames))
             if reason is not None:
-                self._queue.end(row)
+                self._end(row)
         return outputs
 
 

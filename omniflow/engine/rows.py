@@ -83,6 +83,11 @@ class Row:
         return self.cache.capacity
 
     @property
+    def length(self) -> int:
+        """Inputs so far."""
+        return len(self.ids)
+
+    @property
     def available(self) -> int:
         """Inputs that can be computed now. The last one of an open request waits: its output may be the first token."""
         return len(self.ids) - self.computed - self.open
@@ -101,12 +106,13 @@ class Row:
             self._matcher.advance(token)
         return token
 
-    def feed(self, rows: torch.Tensor) -> None:
-        """Append input embeddings [n, hidden]."""
+    def feed(self, rows: torch.Tensor, capacity: int) -> None:
+        """Append input embeddings [n, hidden], and make room for `capacity` positions."""
         start = len(self.ids)
         self.ids += [0] * len(rows)
         self.positions = torch.cat([self.positions, torch.arange(start, len(self.ids))])
         self.embeds = rows if self.embeds is None else torch.cat([self.embeds, rows])
+        self.cache.grow(capacity)
 
     def places(self, start: int, end: int) -> torch.Tensor:
         """Positions in time, height and width of the inputs [start, end): int64 [3, end - start]."""

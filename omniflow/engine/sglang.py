@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from omniflow.engine.base import EngineOutput, EngineRequest
-from omniflow.engine.checks import check_length, check_prompt, check_rows
+from omniflow.engine.checks import check_length, check_prompt, check_rows, refuse_nothing
 from omniflow.engine.places import Places
 from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.sglang_grammar import Held
@@ -32,7 +32,6 @@ from omniflow.engine.stats import EngineStats
 from omniflow.engine.stops import Decode, has_stopped
 from omniflow.engine.streams import in_order
 from omniflow.errors import (
-    InvalidInputError,
     OverloadedError,
     ProtocolError,
     RequestError,
@@ -140,8 +139,7 @@ class SGLangEngine:
         length = len(waiting.request.ids) + sum(map(len, waiting.rows))
         check_length(request_id, length, self._limit)
         if done:
-            if length == 0:
-                raise InvalidInputError("nothing was fed: a generation needs at least 1 input", request_id=request_id)
+            refuse_nothing(request_id, length)
             del self._open[request_id]
             self._submit(waiting.whole())
 

@@ -17,17 +17,14 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from omniflow.engine.base import EngineOutput, EngineRequest, Sampling
-from omniflow.engine.checks import check_length, check_prompt, check_rows
+from omniflow.engine.base import EngineOutput, EngineRequest
+from omniflow.engine.batching import FeedingEngine
+from omniflow.engine.checks import check_prompt
 from omniflow.engine.linear import pack_linears
-from omniflow.engine.queue import RunQueue
 from omniflow.engine.rows import ATTENTION, Row, Span
 from omniflow.engine.sampling import token_logprob
-from omniflow.engine.stats import EngineStats
 from omniflow.engine.stops import Decode, has_stopped
 from omniflow.errors import (
-    InvalidInputError,
-    ProtocolError,
     RequestError,
     StartError,
     UnsupportedError,
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
     from omniflow.engine.grammar import Grammars, Matcher
 
 
-class TransformersEngine:
+class TransformersEngine(FeedingEngine[Row]):
     """`Engine` on a Hugging Face decoder with full attention (Llama, Qwen2, Qwen3, SmolLM2, ...).
 
     `kv_tokens` bounds the positions that all running requests reserve together, `max_running` and `max_waiting` their
@@ -47,6 +44,8 @@ class TransformersEngine:
     for `stop` strings, `grammars` for requests with a grammar. `media` says that `model` reads the `places` and `kinds`
     of the rows of a step; requests with such are refused elsewhere. Raises StartError for other kinds of attention.
     """
+
+    counted, param = "tokens", "messages"
 
     def __init__(
         self,
@@ -67,8 +66,6 @@ class TransformersEngine:
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._num_layers: int = config.num_hidden_layers
-        self._limit: int = min(config.max_position_embeddings, kv_tokens)
-        """Tokens that one request can have, prompt and answer together."""
         self._decode = decode
         size = self._embedding.num_embeddings
         if grammars is not None and grammars.num_tokens != size:
@@ -76,61 +73,33 @@ class TransformersEngine:
         self._grammars = grammars
         self._chunk = chunk
         self._media = media
-        self._queue: RunQueue[Row] = RunQueue(max_running=max_running, max_waiting=max_waiting, kv_tokens=kv_tokens)
+        super().__init__(
+            width=config.hidden_size,
+            limit=min(config.max_position_embeddings, kv_tokens),
+            max_running=max_running,
+            max_waiting=max_waiting,
+            kv_tokens=kv_tokens,
+        )
 
     def start(self, request: EngineRequest) -> None:
         """Queue `request`. Raises ContextLengthError if it can never fit, OverloadedError if the queue is full."""
         self._check(request)
+        capacity = self._capacity(request.id, len(request.ids), request.sampling)
         self._queue.check_room(request.id)
-        capacity = self._capacity(len(request.ids), request.sampling)
         self._queue.wait(Row(request, self._num_layers, capacity, self._matcher(request)), request.urgent)
-
-    def feed(self, request_id: str, rows: torch.Tensor, done: bool) -> None:
-        """Append input embeddings [n, hidden]; `done` lets it generate. A request that has ended is ignored.
-
-        Raises ContextLengthError or OverloadedError where there is no room for them.
-        """
-        row = self._queue.find(request_id)
-        if row is None:
-            return
-        if not row.open:
-            raise ProtocolError(f"request {request_id} is not open for more input", request_id=request_id)
-        check_rows(request_id, rows, self._embedding.embedding_dim)
-        length = len(row.ids) + len(rows)
-        if done and length == 0:
-            raise InvalidInputError("nothing was fed: a generation needs at least 1 input", request_id=request_id)
-        check_length(request_id, length, self._limit - 1)
-        capacity = self._capacity(length, row.sampling)
-        self._queue.check_growth(row, capacity)
-        row.feed(rows)
-        row.cache.grow(capacity)
-        row.open = not done
 
     def step(self) -> list[EngineOutput]:
         """One step of the whole batch; see the module's docstring."""
-        outputs = [EngineOutput(row.id, (), "abort") for row in self._queue.drop_aborted()]
-        self._queue.admit()
+        outputs = self._join()
         spans = self._schedule()
         if spans:
             with torch.inference_mode():
                 outputs += self._sample(*self._forward(spans), spans)
         return outputs
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request at the next step; unknown ids are ignored."""
-        self._queue.abort(request_id)
-
-    def has_work(self) -> bool:
-        """True while `step` would do something; an open request that waits for input is no work."""
-        return self._queue.has_work() or any(row.available > 0 for row in self._queue.running)
-
-    def stats(self) -> EngineStats:
-        """Counts for metrics and admission."""
-        return self._queue.stats()
-
     def close(self) -> None:
         """Drop all requests and the model."""
-        self._queue.clear()
+        super().close()
         del self._model, self._embedding, self._head
 
     def _check(self, request: EngineRequest) -> None:
@@ -138,11 +107,10 @@ class TransformersEngine:
         check_prompt(
             request,
             vocab_size=self._embedding.num_embeddings,
-            width=self._embedding.embedding_dim,
+            width=self._width,
             decodes=self._decode is not None,
             knows_kinds=self._media,
         )
-        check_length(request.id, len(request.ids), self._limit - 1)
 
     def _matcher(self, request: EngineRequest) -> Matcher | None:
         if request.grammar is None:
@@ -150,9 +118,6 @@ class TransformersEngine:
         if self._grammars is None:
             raise UnsupportedError("this engine was started without grammars", request_id=request.id)
         return self._grammars.matcher(request.grammar)
-
-    def _capacity(self, length: int, sampling: Sampling) -> int:
-        return min(length + sampling.max_tokens, self._limit)
 
     def _schedule(self) -> list[Span]:
         """The next input of every row that decodes, and as many chunks of others as `chunk` inputs in all allow.
@@ -216,7 +181,7 @@ class TransformersEngine:
                     output = EngineOutput(row.id, (), "abort", error=error)
                 outputs.append(row.with_hidden(output, row_hidden))
                 if output.finish_reason:
-                    self._queue.end(row)
+                    self._end(row)
             else:
                 row.keep_hidden(row_hidden)
         return outputs
