@@ -23,6 +23,7 @@ import torch
 
 from actors.tiny_talker import TINY_TALKER
 from actors.tiny_talker.model import load_model
+from bench.gpu.report import machine
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.frames import FrameEngine
 
@@ -105,7 +106,7 @@ def say(file: Path, out: Path, dtype: str, device: str) -> None:
     found["corpus"] = {"spoken_s": round(spoken, 1), "took_s": round(took, 2), "times_real": round(spoken / took, 1)}
     found["codes"] |= codes_of(engine, greedy(made))
     found["step_ms"] = {str(count): round(step_ms(engine, made, count), 3) for count in (1, 8, 16)}
-    found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    found["machine"] = machine()
     engine.close()
     out.write_text(json.dumps(found))
     print(json.dumps({name: value for name, value in found.items() if name != "codes"}), flush=True)

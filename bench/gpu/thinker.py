@@ -18,6 +18,7 @@ from actors.detokenize import Detokenize
 from actors.smollm2 import SMOLLM2_135M_INSTRUCT
 from actors.thinker import Thinker
 from actors.tokenizer import load_tokenizer
+from bench.gpu.report import machine, replace
 from omniflow import Graph, Runtime, plan
 from omniflow.cli.machine import this_machine
 from omniflow.config import RuntimeConfig
@@ -121,7 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = anyio.run(measure, arguments)
     if arguments.write is not None:
-        arguments.write.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        replace(arguments.write, {"machine": machine()} | found)
     for name in ("alone", "together"):
         firsts = sorted(each["first_ms"] for each in found[name])
         print(f"{name}: first text after {firsts[len(firsts) // 2]:.1f} ms (median)")
