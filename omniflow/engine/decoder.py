@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from omniflow.engine.fused import add_norm
+from omniflow.engine.fused import add_norm, gated_up, turned_halves
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, query [..., heads, dim], key [..., kv_heads, dim], value as key) -> [..., heads, dim]."""
@@ -92,11 +92,10 @@ class DecoderLayer(nn.Module):
         qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, self._dim))
         qk, value = qkv[..., : -self._kv_heads, :], qkv[..., -self._kv_heads :, :]
         qk = F.rms_norm(qk, (self._dim,), None, self._eps) * self.qk_norm
-        qk = qk * cos + qk.roll(self._dim // 2, -1) * sin
+        qk = turned_halves(qk, cos, sin)
         attended = attend(layer, qk[..., : self._heads, :], qk[..., self._heads :, :], value)
         x = x + self.o_proj(attended.flatten(-2))
-        gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, dim=-1)
-        y: torch.Tensor = x + self.down_proj(F.silu(gate) * up)
+        y: torch.Tensor = x + self.down_proj(gated_up(self.gate_up_proj(self.post_attention_layernorm(x))))
         return y
 
     def load(self, weights: Mapping[str, torch.Tensor], prefix: str) -> None:

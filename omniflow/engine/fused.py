@@ -53,6 +53,11 @@ def turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
         from omniflow.engine import kernels
 
         return kernels.turn_halves(x, cos, sin)
+    return turned_halves(x, cos, sin)
+
+
+def turned_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`turn_halves` in plain torch, which rounds otherwise than the kernel."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
@@ -71,5 +76,10 @@ def gated(both: torch.Tensor) -> torch.Tensor:
         from omniflow.engine import kernels
 
         return kernels.gated(both)
+    return gated_up(both)
+
+
+def gated_up(both: torch.Tensor) -> torch.Tensor:
+    """`gated` in plain torch, which rounds otherwise than the kernel."""
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -10,7 +10,6 @@ graphs; what is here keeps requests apart where SGLang would not:
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +19,7 @@ import torch
 
 from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.checks import check_length, check_prompt, check_rows, refuse_nothing
+from omniflow.engine.content import content_key
 from omniflow.engine.places import Places
 from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.sglang_grammar import Held
@@ -198,7 +198,7 @@ class SGLangEngine:
             embeds=request.embeds,
             positions=request.positions,
             # A prompt whose hidden states are all asked for must be computed: it shares no cache entry with any other.
-            extra_key=running.rid if request.hidden == "all" else _content(request, places),
+            extra_key=running.rid if request.hidden == "all" else content_key(request, places),
             top_logprobs=request.sampling.top_logprobs,
             held=running.held,
             places=places,
@@ -294,19 +294,6 @@ class SGLangEngine:
                 request_id=request.id,
                 param="seed",
             )
-
-
-def _content(request: EngineRequest, places: Places) -> str | None:
-    """A name for what of a prompt its tokens do not tell: embeddings, places, kinds. None where they tell it all."""
-    if request.embeds is None and places.plain:
-        return None
-    tensors = [request.embeds, *((None, None) if places.plain else (request.places, request.kinds))]
-    shapes = [None if tensor is None else (str(tensor.dtype), *tensor.shape) for tensor in tensors]
-    content = hashlib.sha256(repr((request.positions, shapes)).encode())
-    for tensor in tensors:
-        if tensor is not None:
-            content.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
-    return content.hexdigest()
 
 
 def _error(running: _Running, progress: Progress) -> RequestError | None:

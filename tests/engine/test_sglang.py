@@ -114,14 +114,24 @@ def test_embeddings_stand_where_they_are_put(engine: SGLangEngine, reference: Tr
 def test_the_prefix_cache_never_serves_the_state_of_other_embeddings(
     engine: SGLangEngine, reference: TransformersEngine
 ) -> None:
-    ids = [0] * 40 + prompt(8, 5)
-    for seed in (1, 2, None, 1):  # other rows, none, and the first again, over the same token ids
-        rows = None if seed is None else torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    first, second = (torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    everywhere, nowhere = tuple(range(40)), ()
+    cases: list[tuple[torch.Tensor | None, tuple[int, ...]]] = [
+        (first, everywhere),
+        (second, everywhere),
+        (None, nowhere),
+        (torch.cat([first[:39], second[39:]]), everywhere),
+        (first.flip(0), everywhere),
+        (first[:39], everywhere[:39]),
+        (first[:39], everywhere[1:]),
+        (first, everywhere),
+    ]
+    for rows, positions in cases:  # all over the same token ids
         asked = EngineRequest(
             id="r",
-            ids=ids,
+            ids=[0] * 40 + prompt(8, 5),
             embeds=rows,
-            positions=() if rows is None else tuple(range(40)),
+            positions=positions,
             sampling=Sampling(max_tokens=10, top_logprobs=2),
         )
         assert_same(run(engine, [asked])["r"], run(reference, [asked])["r"])
