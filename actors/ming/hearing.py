@@ -10,7 +10,7 @@ import numpy as np
 
 from actors.encoding import DtypeName, MediaEncoder, digest_of, placed, run_through
 from actors.mel import FFT_SIZE, HOP, SAMPLE_RATE_HZ, checked_seconds, log_mel, mel_filters
-from omniflow.actor import batched
+from omniflow.actor import Count, batched
 from omniflow.errors import InvalidInputError
 from omniflow.media import AudioFeatures, Waveforms
 
@@ -44,7 +44,7 @@ class MingAudioEncoder(MediaEncoder[np.ndarray, np.ndarray, np.ndarray]):
         device: str = "cpu",
         dtype: DtypeName = "auto",
         threads: int = 1,
-        decoders: int = 4,
+        decoders: Count = 4,
         max_seconds: float = 600,
         cache_mb: int = 256,
     ) -> None:

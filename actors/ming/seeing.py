@@ -12,7 +12,7 @@ from actors.encoding import DtypeName, MediaEncoder, digest_of, placed, run_thro
 from actors.ming.pixels import Shown, show_clip, show_image
 from actors.pictures import quiet_pillow, read_picture
 from actors.video import VideoClip
-from omniflow.actor import batched
+from omniflow.actor import Count, batched
 from omniflow.errors import InvalidInputError
 from omniflow.media import ImageFeatures, Images
 
@@ -61,7 +61,7 @@ class MingImageEncoder(MediaEncoder[_Item, Shown, _Seen]):
         device: str = "cpu",
         dtype: DtypeName = "auto",
         threads: int = 1,
-        decoders: int = 4,
+        decoders: Count = 4,
         max_frames: int = 256,
         max_clip_s: float = 600,
         cache_mb: int = 512,

@@ -200,6 +200,7 @@ class ThinkerModel(PreTrainedModel):  # type: ignore[no-untyped-call]
             PreTrainedConfig.from_dict(
                 {
                     "num_hidden_layers": config.num_hidden_layers,
+                    "hidden_size": config.hidden_size,
                     "max_position_embeddings": config.max_position_embeddings,
                     "vocab_size": config.vocab_size,
                 }

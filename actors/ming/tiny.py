@@ -121,15 +121,15 @@ def write_checkpoint(folder: Path, seed: int = 0, llm: Mapping[str, Any] = LLM) 
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"eos_token_id": thinker.token_to_id("<|role_end|>")})
     _write_json(folder / "preprocessor_config.json", {"min_pixels": 64 * 64, "max_pixels": 256 * 256})
-    weights = _random(model_shapes(config), seed)
+    weights = random_weights(model_shapes(config), seed)
     weights["model.lm_head.weight"] *= _likely(thinker)[:, None]
     _write_shards(folder, weights)
     for part, content in ((".", TALKER), ("llm", talker_llm), ("vae", VAE)):
         _write_json(folder / "talker" / part / "config.json", content)
     thinker.save(str(folder / "tokenizer.json"))
     talker.save(str(folder / "talker" / "llm" / "tokenizer.json"))
-    _write_safetensors(folder / "talker" / "model.safetensors", _random(talker_shapes(TALKER, talker_llm), seed))
-    _write_safetensors(folder / "talker" / "vae" / "model.safetensors", _audible(_random(vae_shapes(VAE), seed)))
+    _write_safetensors(folder / "talker" / "model.safetensors", random_weights(talker_shapes(TALKER, talker_llm), seed))
+    _write_safetensors(folder / "talker" / "vae" / "model.safetensors", audible(random_weights(vae_shapes(VAE), seed)))
     _write_voices(folder / "talker")
 
 
@@ -180,7 +180,8 @@ def _likely(tokenizer: Tokenizer) -> np.ndarray:
     return np.array([far.get(token, 0.0) for token in sorted(vocabulary, key=vocabulary.__getitem__)], np.float32)
 
 
-def _random(shapes: Shapes, seed: int) -> dict[str, np.ndarray]:
+def random_weights(shapes: Shapes, seed: int) -> dict[str, np.ndarray]:
+    """A tensor for each of `shapes`, neither near 0 nor near 1, so that every one of them matters."""
     return {name: _drawn(name, shape, seed) for name, shape in shapes.items()}
 
 
@@ -200,8 +201,8 @@ def _drawn(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return normal * np.float32(np.prod(shape[1:]) ** -0.5)
 
 
-def _audible(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """With low sounds louder than high ones, at a level of speech."""
+def audible(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Those of an AudioVAE with low sounds louder than high ones, at a level of speech."""
     bias = weights["decoder.head.out.bias"]
     num_pitches = len(bias) // 2
     bias[:num_pitches] += np.linspace(3.6, -3, num_pitches)

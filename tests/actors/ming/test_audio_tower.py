@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ def transformers_rows(tower: AudioTower, clip: torch.Tensor) -> torch.Tensor:
     Its `forward` takes clips of 30 s only; what it does is this.
     """
     weights = tower.state_dict()
-    whisper = whisper_with(weights)
+    whisper = whisper_with(weights, msgspec.to_builtins(tower.sizes))
     x = F.gelu(whisper.conv2(F.gelu(whisper.conv1(clip[None])))).transpose(1, 2)
     x = x + whisper.embed_positions.weight[: x.shape[1]]
     for layer in whisper.layers:

@@ -95,7 +95,7 @@ def glm_of(seed: int, config: dict[str, Any]) -> Glm4MoeForCausalLM:
     """A model with random weights of the sizes in `config`."""
     torch.manual_seed(seed)
     experts = {"n_routed_experts": config["num_experts"], "n_shared_experts": config["num_shared_experts"]}
-    rope = {"rope_type": "default", "rope_theta": 600000.0, "partial_rotary_factor": 0.5}
+    rope = {"rope_type": "default"} | {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
     sizes = Glm4MoeConfig(
         **{name: config[name] for name in SIZES},
         **experts,

@@ -102,9 +102,9 @@ RENAMED = {
 }
 
 
-def whisper_with(weights: dict[str, torch.Tensor]) -> WhisperEncoder:
-    """transformers' encoder with the weights that a checkpoint calls `audio.*`."""
-    sizes = AUDIO["whisper_encoder_config"]
+def whisper_with(weights: dict[str, torch.Tensor], sizes: dict[str, int] | None = None) -> WhisperEncoder:
+    """transformers' encoder with the weights that a checkpoint calls `audio.*`, by default of the sizes in `AUDIO`."""
+    sizes = sizes or AUDIO["whisper_encoder_config"]
     encoder = WhisperEncoder(
         WhisperConfig(
             d_model=sizes["n_state"],
