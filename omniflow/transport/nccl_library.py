@@ -23,6 +23,8 @@ _UNDEFINED = -(2**31)
 """NCCL_CONFIG_UNDEF_INT: NCCL's own choice, or what its environment says."""
 _LOOK_S = 0.01
 """NCCL does not tell when a communicator is made, which takes 1-3 s: it wants to be asked."""
+_FAILS_S = 1.0
+"""What a call that waits for another end which has died may take to fail by itself."""
 
 
 class _Id(ctypes.Structure):
@@ -123,6 +125,14 @@ class Communicator:
         if self._aborted.is_set():
             raise RuntimeError("the communicator was closed")
 
+    def connect(self, address: int, stream: int) -> None:
+        """Let a stream send the byte at `address`, or receive it: the first one from rank 0 to rank 1 makes their
+        connection, and waits for the other end.
+        """
+        with self._using:
+            self._refuse_aborted()
+            (self.receive if self._rank else self.send)(address, 1, stream)
+
     def send(self, address: int, size: int, stream: int) -> None:
         """Let a stream send `size` bytes; it goes on once the other end has them."""
         error = self._send(address, size, _BYTES, self._peer, self._handle, stream)
@@ -136,14 +146,17 @@ class Communicator:
             _check(error, "ncclRecv")
 
     def abort(self) -> None:
-        """End what its streams and its `open` wait for; it is of no use after that. Waits for the GPU."""
+        """End what its streams, `open` and `connect` wait for; it is of no use after that. Waits for the GPU."""
         self._aborted.set()
-        with self._using:
-            # The second may have come to be while the first was aborted.
-            for handle in (self._handle, self._meeting, self._handle):
-                if handle.value is not None:
-                    _library().ncclCommAbort(handle)
-                    handle.value = None
+        # What NCCL is in the middle of should not be freed under it. It fails at once where its other end has died.
+        is_unused = self._using.acquire(timeout=_FAILS_S)
+        # The second may have come to be while the first was aborted.
+        for handle in (self._handle, self._meeting, self._handle):
+            if handle.value is not None:
+                _library().ncclCommAbort(handle)
+                handle.value = None
+        if is_unused:
+            self._using.release()
 
 
 def _check(error: int, name: str) -> None:

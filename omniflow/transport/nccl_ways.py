@@ -105,8 +105,7 @@ class NcclWay(Way):
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         byte = torch.zeros(1, dtype=torch.uint8, device="cuda")
         self._default.synchronize()
-        at = byte.data_ptr(), 1, self._stream.cuda_stream
-        self._there().send(*at) if self._rank == SENDER else self._there().receive(*at)
+        self._there().connect(byte.data_ptr(), self._stream.cuda_stream)
         self._stream.synchronize()
 
     def _meet(self) -> None:

@@ -123,3 +123,60 @@ def test_the_settings_have_the_layout_of_nccl() -> None:
     assert (ctypes.sizeof(config), config.size, config.magic) == (40, 40, 0xCAFEBEEF)
     assert (nccl_library._Config.blocking.offset, nccl_library._Config.net_name.offset) == (16, 32)
     assert (config.blocking, config.max_ctas) == (0, -(2**31))
+
+
+class Stuck:
+    """A communicator whose first byte does not come through."""
+
+    def __init__(self, library: Library, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+        self.fails, self.waits = threading.Event(), threading.Event()
+        self.problems: list[str] = []
+        self.made = Communicator(bytes(128), rank)
+        self.made.open()
+
+        def call(*arguments: Any) -> int:
+            library.calls.append(("first byte", arguments[0], arguments[1], arguments[3]))
+            self.waits.set()
+            self.fails.wait(HANGS_S)
+            library.calls.append(("failed",))
+            return REMOTE_ERROR
+
+        monkeypatch.setattr(self.made, "_receive" if rank else "_send", call)
+        self.thread = threading.Thread(target=self._connect)
+        self.thread.start()
+        assert self.waits.wait(HANGS_S)
+
+    def _connect(self) -> None:
+        try:
+            self.made.connect(100, 77)
+        except RuntimeError as error:
+            self.problems.append(str(error))
+
+
+@pytest.mark.parametrize("library", [(0, 0)], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_is_freed_while_nccl_finds_out_that_the_peer_has_died(
+    library: Library, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_library, "_FAILS_S", HANGS_S)
+    stuck = Stuck(library, monkeypatch, rank)
+    aborting = threading.Thread(target=stuck.made.abort)
+    aborting.start()
+    assert stuck.made._aborted.wait(HANGS_S)
+    stuck.fails.set()
+    aborting.join(HANGS_S)
+    stuck.thread.join(HANGS_S)
+    assert library.calls[-4:] == [("first byte", 100, 1, 1 - rank), ("failed",), ("abort", 2), ("abort", 1)]
+    assert stuck.problems and "remote process exited" in stuck.problems[0]
+    with pytest.raises(RuntimeError, match="was closed"):
+        stuck.made.connect(100, 77)
+
+
+@pytest.mark.parametrize("library", [(0, 0)], indirect=True)
+def test_a_first_byte_that_waits_for_ever_is_ended(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_library, "_FAILS_S", 0.001)
+    stuck = Stuck(library, monkeypatch, 0)
+    monkeypatch.setattr(library, "ncclCommAbort", lambda handle: stuck.fails.set(), raising=True)
+    stuck.made.abort()
+    stuck.thread.join(HANGS_S)
+    assert not stuck.thread.is_alive()
