@@ -16,11 +16,16 @@ from torch import nn
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """True where what is done with `tensor` can be done by kernels of Triton."""
+    return tensor.is_cuda and HAS_TRITON
+
+
 def add_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` + `delta`, both [..., size], and that over its root mean square, times `weight` [size]."""
-    if x.is_cuda and HAS_TRITON:
+    if has_kernels(x):
         from omniflow.engine import kernels
 
         return kernels.add_norm(x, delta, weight, eps)
@@ -34,7 +39,7 @@ def attend_turned(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads
     `qkv` [batch, length, 3 * hidden] are queries, keys and values; `cos` and `sin` [length, 1, 1, head_dim]. For a few
     dozen inputs.
     """
-    if qkv.is_cuda and HAS_TRITON:
+    if has_kernels(qkv):
         from omniflow.engine import kernels
 
         return kernels.attend_turned(qkv, cos, sin, heads)
@@ -49,7 +54,7 @@ def attend_turned(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads
 
 def turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`x` [..., heads, dim] turned to its positions, whose `cos` and `sin` [..., 1, dim] are those of `Rotary`."""
-    if x.is_cuda and HAS_TRITON:
+    if has_kernels(x):
         from omniflow.engine import kernels
 
         return kernels.turn_halves(x, cos, sin)
@@ -72,7 +77,7 @@ def gelu_linear(x: torch.Tensor, linear: nn.Module) -> torch.Tensor:
 
 def gated(both: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of `both` [..., 2 * size], which has the gates first."""
-    if both.is_cuda and HAS_TRITON:
+    if has_kernels(both):
         from omniflow.engine import kernels
 
         return kernels.gated(both)

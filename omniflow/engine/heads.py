@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from omniflow.engine.decoder import Decoder, DecoderLayer, DecoderShape, attend_last
-from omniflow.engine.fused import HAS_TRITON, gated
+from omniflow.engine.fused import gated, has_kernels
 
 STATE_SIZE = 2
 """Of each row: how many steps it has taken, and how many since its end began (0: it has not)."""
@@ -269,11 +269,6 @@ def _pick(logits: torch.Tensor, ways: _Ways, ranks: torch.Tensor) -> torch.Tenso
     sums = (probs * (probs.cumsum(dim=-1) - probs < ways.top_p)).cumsum(dim=-1)
     index = (sums <= ways.noise * sums[..., -1:]).sum(dim=-1, keepdim=True)
     return ids.gather(-1, index)
-
-
-def has_kernels(tensor: torch.Tensor) -> bool:
-    """True where what is done with `tensor` can be done by `depth_kernels`."""
-    return tensor.is_cuda and HAS_TRITON
 
 
 def draw(logits: torch.Tensor, noise: torch.Tensor, knobs: Knobs) -> torch.Tensor:
