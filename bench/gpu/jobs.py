@@ -7,7 +7,11 @@ before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple
+
+TESTS = Path(__file__).parents[2] / "tests"
 
 
 class Job(NamedTuple):
@@ -44,7 +48,7 @@ def test(name: str, files: str, seconds: int, shows: str, *, gpus: Literal["1", 
     return Job(f"tests.{name}", f"{PYTEST} {files}", seconds, shows, gpus, timed)
 
 
-JOBS = (
+ROWS = (
     # Written once, read by those that name them in `after`.
     Job("ming.write", f"{MING} write {{work}}/ming", 20, "talker and vocoder of the real sizes", timed=False),
     Job("media.write", f"{MEDIA} write {{work}}/media", 60, "all of Ming but the thinker's weights", timed=False),
@@ -52,6 +56,7 @@ JOBS = (
     test("engine", "tests/engine/test_sglang.py", 45, "SGLang gives what the reference engine gives"),
     test("frames", "tests/engine/test_sglang_frames.py", 55, "frame heads do, as CUDA graphs"),
     test("seeds", "tests/engine/test_sglang_gpu.py", 65, "a seed draws the same alone and in company"),
+    test("company", "tests/engine/test_sglang_company.py", 60, "answers in company are those that each has alone"),
     test("grammar", "tests/engine/test_sglang_grammar.py", 45, "constrained answers"),
     test("talker", "tests/engine/test_sglang_talker.py", 50, "the tiny talker's own weights say what a CPU says"),
     test("kernels", "tests/engine/test_kernels.py tests/engine/test_depth_kernels.py", 30, "kernels against torch's"),
@@ -251,3 +256,14 @@ JOBS = (
         for dtype in ("float32", "bfloat16")
     ),
 )
+
+
+def unnamed(rows: Sequence[Job]) -> list[Job]:
+    """Tests that want a GPU and that no row names: they run, too."""
+    named = {word for row in rows for word in row.command.split()}
+    files = [path for path in sorted(TESTS.rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    by_name = {path.stem.removeprefix("test_"): str(path.relative_to(TESTS.parent)) for path in files}
+    return [test(name, f"-m gpu {file}", 60, "see the file") for name, file in by_name.items() if file not in named]
+
+
+JOBS = (*ROWS, *unnamed(ROWS))

@@ -105,9 +105,9 @@ def _letters(number: int) -> str:
 class RandomMingThinker(MingThinker):
     """On SGLang, with weights that are made up where the GPU is."""
 
-    def _build(self, folder: Path) -> Engine:
+    def load_engine(self, folder: Path) -> Engine:
         self._sglang["load_format"] = "dummy"
-        engine: Any = super()._build(folder)
+        engine: Any = super().load_engine(folder)
         for name, weight in engine._scheduler.model.named_parameters():
             # SGLang's own random numbers are so small, and so alike, that all tokens go to the same experts.
             torch.manual_seed(zlib.crc32(name.encode()))

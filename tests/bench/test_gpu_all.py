@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import itertools
 import json
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,12 @@ import anyio
 import pytest
 
 from bench.gpu.all import Runner, arguments_of, chosen, last_line, main, place
-from bench.gpu.jobs import JOBS, Job
+from bench.gpu.jobs import JOBS, ROWS, Job, unnamed
 
 pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[2]
+WORDS = {"work": "/w", "json": "/j", "gpus": "2", "smollm2": "/s", "piper": "/p"}
 SPAN = "sh -c 'date +%s%N; date +%s%N; echo on $CUDA_VISIBLE_DEVICES'"
 
 
@@ -186,9 +190,8 @@ def test_the_table_of_jobs() -> None:
     names = [each.name for each in JOBS]
     assert len(set(names)) == len(names)
     assert {each.after for each in JOBS} <= {"", *names}
-    words = {"work": "/w", "json": "/j", "gpus": "2", "smollm2": "/s", "piper": "/p"}
     for each in JOBS:
-        python, flag, module, *rest = (word.format(**words) for word in shlex.split(each.command))
+        python, flag, module, *rest = (word.format(**WORDS) for word in shlex.split(each.command))
         assert (python, flag) == ("python", "-m")
         if module == "pytest":
             assert each.name.startswith("tests.")
@@ -196,3 +199,29 @@ def test_the_table_of_jobs() -> None:
         else:
             files = [ROOT / f"{module.replace('.', os.sep)}.py"]
         assert files and all(file.is_file() for file in files), each.name
+
+
+class ParsedError(Exception):
+    """The command line was understood."""
+
+
+def test_scripts_understand_the_commands_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    understand = argparse.ArgumentParser.parse_args
+
+    def parse(self: argparse.ArgumentParser, *given: Any) -> None:
+        understand(self, *given)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    for each in JOBS:
+        _, _, module, *rest = (word.format(**WORDS) for word in shlex.split(each.command))
+        if module != "pytest":
+            monkeypatch.setattr(sys, "argv", [module, *rest])
+            with pytest.raises(ParsedError):
+                importlib.import_module(module).main()
+
+
+def test_a_test_that_wants_a_gpu_and_has_no_row_is_a_job_too() -> None:
+    others = [row for row in ROWS if row.name != "tests.kernels"]
+    assert {"tests.kernels", "tests.depth_kernels"} <= {each.name for each in unnamed(others)}
+    assert not {"tests.kernels", "tests.depth_kernels"} & {each.name for each in unnamed(ROWS)}
