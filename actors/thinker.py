@@ -96,11 +96,11 @@ class Thinker(EngineStage, ThinkerRole):
         """Raises WeightsError where the model cannot be loaded, StartError where it cannot be split by `tp`."""
         folder = await self.offload(self._load)
         gather_s = GATHER_S if self._engine == "sglang" else 0.0
-        self._loop = EngineLoop(lambda: lead(self._build(folder), self.ranks), gather_s=gather_s)
+        self._loop = EngineLoop(lambda: lead(self.load_engine(folder), self.ranks), gather_s=gather_s)
         await self._loop.setup()
 
     def follow(self) -> None:
-        follow(self._build(self._load()), self.ranks)
+        follow(self.load_engine(self._load()), self.ranks)
 
     def _load(self) -> Path:
         """All but the engine; gives the folder of the weights."""
@@ -155,7 +155,8 @@ class Thinker(EngineStage, ThinkerRole):
         await self.offload(_compile, self._grammars, answer)
         return answer.text
 
-    def _build(self, folder: Path) -> Engine:
+    def load_engine(self, folder: Path) -> Engine:
+        """The engine of the checkpoint in `folder`; called in the thread that steps it. Raises WeightsError."""
         # Imports torch, so not at the top: a graph is checked and explained without it.
         if self._engine == "sglang":
             from omniflow.engine import sglang

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
+from actors.flow_talker import FlowPrompt
 from actors.ming.voices import Voice
 from actors.normalise import SpokenText
 from actors.segmenter import LETTERS_PER_S
@@ -31,17 +31,6 @@ SLOWEST, SPARE_S = 2.0, 2.0
 """A segment is cut once it lasts twice as long as its text takes to say, and 2 s: it has missed its end."""
 SPEAKER = ("  speaker_1:", "<|vision_start|>", "<|vision_pad|>", "<|vision_end|>\n")
 """What tells the model who speaks: an embedding takes the place of the third piece."""
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """What the engine starts from, and when it is stopped. `rows` float32 [n, hidden] stand at `positions`."""
-
-    ids: list[int]
-    max_steps: int
-    rows: torch.Tensor | None = None
-    positions: tuple[int, ...] = ()
-    before: torch.Tensor | None = None
-    """Latents of the voice's recording, float32 [n, latent_dim]."""
 
 
 class MingScript:
@@ -73,7 +62,7 @@ class MingScript:
         self._head = {name: each.float() for name, each in read_tensors(folders.talker, ("spk_head.",)).items()}
         self._spoken = SpokenText() if normalise else None
 
-    def prompt(self, text: str, voice: Voice | None = None, said: str = "") -> Prompt | None:
+    def prompt(self, text: str, voice: Voice | None = None, said: str = "") -> FlowPrompt | None:
         """What says `text` after `said`, as `voice`. None where `text` has no word.
 
         Raises ContextLengthError where it takes longer than the AudioVAE can say.
@@ -92,10 +81,10 @@ class MingScript:
             )
         most_steps = min(math.ceil((SLOWEST * expected_s + SPARE_S) / self._step_s), self._most_steps)
         if voice is None:
-            return Prompt([*self._before, *self._ids([text]), *self._after], most_steps)
+            return FlowPrompt([*self._before, *self._ids([text]), *self._after], most_steps)
         return self._as_voice(text, voice, most_steps)
 
-    def _as_voice(self, text: str, voice: Voice, most_steps: int) -> Prompt:
+    def _as_voice(self, text: str, voice: Voice, most_steps: int) -> FlowPrompt:
         """What is said in the recording goes before `text`, and its sound before that of `text`."""
         who, before = voice.embedding, voice.before
         heard = [self._written_out(voice.text)] if before is not None else []
@@ -103,8 +92,8 @@ class MingScript:
         beginning = [*self._before[: self._front], *told, *self._before[self._front :]]
         ids = [*beginning, *self._ids([*heard, text]), *self._after]
         if who is None:
-            return Prompt(ids, most_steps, before=before)
-        return Prompt(ids, most_steps, self._row(who), (self._who_at,), before)
+            return FlowPrompt(ids, most_steps, before=before)
+        return FlowPrompt(ids, most_steps, self._row(who), (self._who_at,), before)
 
     def _row(self, who: np.ndarray) -> torch.Tensor:
         import torch

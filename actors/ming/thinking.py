@@ -17,7 +17,7 @@ class MingThinker(Thinker):
 
     preload = ("torch", "omniflow.engine.transformers", "actors.ming.thinker_model")
 
-    def _build(self, folder: Path) -> Engine:
+    def load_engine(self, folder: Path) -> Engine:
         decode, grammars = self._tokenizer.decode, self._grammars
         if self._engine == "sglang":
             from actors.ming.thinker_sglang import load_sglang_thinker
