@@ -63,8 +63,8 @@ class Sampler:
         self._penalized = bool(sampling.frequency_penalty or sampling.presence_penalty)
         self._counts: Counter[int] = Counter()
         self._repetition = sampling.repetition_penalty
-        self._met = set(prompt) if self._repetition != 1 else set()
-        """Tokens that were there before: of the prompt, and of what was generated."""
+        self._met = torch.tensor(sorted(set(prompt)) if self._repetition != 1 else [], dtype=torch.long)
+        """Tokens that were there before, each once: of the prompt, and of what was generated."""
 
     def next(self, logits: torch.Tensor, allowed: torch.Tensor | None = None) -> int:
         """The next token from `logits`, float32 [vocab] on the CPU, which stay as they are.
@@ -74,8 +74,8 @@ class Sampler:
         token = draw(self._changed(logits, allowed), self._sampling, self._generator)
         if self._penalized:
             self._counts[token] += 1
-        if self._repetition != 1:
-            self._met.add(token)
+        if self._repetition != 1 and token not in self._met:
+            self._met = torch.cat([self._met, torch.tensor([token])])
         return token
 
     def _changed(self, logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
@@ -84,11 +84,10 @@ class Sampler:
             counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
             loss = counts * self._sampling.frequency_penalty + self._sampling.presence_penalty
             logits = logits.index_add(0, tokens, loss, alpha=-1)
-        if self._met:
-            met = torch.tensor(list(self._met))
-            found = logits[met]
+        if len(self._met):
+            found = logits[self._met]
             less = torch.where(found < 0, found * self._repetition, found / self._repetition)
-            logits = logits.index_copy(0, met, less)
+            logits = logits.index_copy(0, self._met, less)
         if len(self._biased):
             logits = logits.index_add(0, self._biased, self._bias)
         return logits if allowed is None else torch.where(allowed, logits, -torch.inf)
