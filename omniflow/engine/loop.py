@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest
+from omniflow.engine.gathering import Gathering
 from omniflow.engine.stats import EngineStats
 from omniflow.errors import ActorBrokenError, OmniflowError, ProtocolError, RequestError, UnavailableError
 
@@ -92,9 +93,8 @@ class EngineLoop:
     every later `generate` raises ActorBrokenError with it as the cause, and `on_broken` is called with it in the event
     loop.
 
-    Outputs are handed over at the end of each step, or of as many as take `gather_s`, the tokens of a request in one:
-    waking every reader takes the time of a GPU's step from the engine's thread. The first and the last output of a
-    request never wait.
+    Outputs are handed over at the end of each step, or of as many as take `gather_s` (`gathering.py`): waking every
+    reader takes the time of a GPU's step from the engine's thread.
     """
 
     def __init__(
@@ -107,11 +107,7 @@ class EngineLoop:
         self._build = build
         self._on_broken = on_broken
         self._gather_s = gather_s
-        self._gathered: list[list[EngineOutput]] = []
-        self._handed_over = 0.0
-        self._was_quiet = False
-        self._begun: set[str] = set()
-        """Requests whose first output was handed over, and whose last was not."""
+        self._gathering = Gathering(gather_s)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._wake = threading.Condition()
         self._commands: list[Command] = []
@@ -227,32 +223,11 @@ class EngineLoop:
         self._step_began = time.monotonic()
         outputs = engine.step()
         self._step_began = None
-        if self._gather_s:
-            outputs, self._was_quiet = self._gather(outputs) if outputs else [], not outputs
-            if not outputs:
-                return
-        self.stats = engine.stats()
+        outputs = self._gathering.add(outputs)
+        if outputs or not self._gather_s:
+            self.stats = engine.stats()
         if outputs:
             self._post(self._deliver, outputs)
-
-    def _gather(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        """What is to be handed over now; nothing where more is to travel with it."""
-        self._gathered.append(outputs)
-        urgent = False
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._begun.discard(output.id)
-                urgent = True
-            elif output.id not in self._begun:
-                self._begun.add(output.id)
-                urgent = True
-        now = time.monotonic()
-        # After a step that gave nothing, the engine has gathered them itself.
-        if not urgent and not self._was_quiet and now - self._handed_over < self._gather_s:
-            return []
-        self._handed_over = now
-        gathered, self._gathered = self._gathered, []
-        return joined(gathered)
 
     def _post(self, call: Callable[..., object], *args: object) -> None:
         self._asyncio.call_soon_threadsafe(call, *args)
@@ -289,32 +264,6 @@ class EngineLoop:
         for generation in self._generations.values():
             generation.fail(error())
         self._generations.clear()
-
-
-def joined(steps: list[list[EngineOutput]]) -> list[EngineOutput]:
-    """The outputs of some steps, the tokens of each request in one: whoever reads wakes up once for all of them."""
-    if len(steps) == 1:
-        return steps[0]
-    by_request: dict[str, list[EngineOutput]] = {}
-    for outputs in steps:
-        for output in outputs:
-            by_request.setdefault(output.id, []).append(output)
-    found: list[EngineOutput] = []
-    for each in by_request.values():
-        found += [_of_all(each)] if all(map(_is_tokens, each)) else each
-    return found
-
-
-def _is_tokens(output: EngineOutput) -> bool:
-    """True where it has tokens and nothing that lies on a device, or ends what came before."""
-    return output.frames is None and output.hidden is None and output.error is None
-
-
-def _of_all(outputs: list[EngineOutput]) -> EngineOutput:
-    last = outputs[-1]
-    ids = tuple([id for output in outputs for id in output.ids])
-    logprobs = tuple([logprob for output in outputs for logprob in output.logprobs])
-    return EngineOutput(last.id, ids, last.finish_reason, logprobs)
 
 
 def _broken(error: BaseException) -> ActorBrokenError:

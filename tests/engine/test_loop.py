@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from omniflow.engine.base import EngineOutput, EngineRequest, Sampling
-from omniflow.engine.loop import EngineLoop, joined
+from omniflow.engine.loop import EngineLoop
 from omniflow.engine.stats import EngineStats
 from omniflow.engine.transformers import TransformersEngine
 from omniflow.errors import (
@@ -23,7 +23,6 @@ from omniflow.errors import (
     StartError,
     UnavailableError,
 )
-from omniflow.media import TokenLogprob
 from tests.engine.tiny import CONTEXT, HIDDEN, ids_of, prompt, request, run, tiny_llama
 from tests.waiting import HANGS_S
 
@@ -337,27 +336,6 @@ async def test_outputs_of_quick_steps_travel_together_and_first_and_last_ones_at
         assert rest.ids == tuple(range(1, 20))
         assert rest.finish_reason == "length"
     await loop.close()
-
-
-def test_joined_outputs_are_those_of_each_request_in_order() -> None:
-    """What has frames stays by itself, and so does what came before an error: it is still told."""
-    top = (TokenLogprob(7, -0.5),)
-    frame, error = torch.zeros(1, 8), InvalidInputError("no")
-    steps = [
-        [EngineOutput("a", (1,), None, top), EngineOutput("b", (5,)), EngineOutput("c", (), None, (), frame)],
-        [EngineOutput("a", (2,), None, top), EngineOutput("b", (), "abort", error=error)],
-        [EngineOutput("a", (3, 4), "stop", 2 * top), EngineOutput("c", (), "length", (), frame)],
-    ]
-    found = joined(steps)
-    assert [(each.id, each.ids, each.finish_reason) for each in found] == [
-        ("a", (1, 2, 3, 4), "stop"),
-        ("b", (5,), None),
-        ("b", (), "abort"),
-        ("c", (), None),
-        ("c", (), "length"),
-    ]
-    assert (found[0].logprobs, found[2].error) == (4 * top, error)
-    assert joined(steps[:1]) is steps[0]
 
 
 async def test_gathered_outputs_are_handed_over_in_time() -> None:
