@@ -137,7 +137,10 @@ class Runner:
     async def _one(self, job: Job, gpus: list[str]) -> None:
         began, log, names = time.monotonic(), self._into / f"{job.name}.log", ",".join(gpus)
         self._say(f"{job.name}: on GPU {names}, {job.seconds} s")
-        outcome = await self._process(job, names, log, min(job.limit_s, self._began + self._within_s - began))
+        try:
+            outcome = await self._process(job, names, log, min(job.limit_s, self._began + self._within_s - began))
+        except OSError as error:
+            outcome = f"did not start: {error}"
         for gpu in gpus:
             self._on[gpu].remove(job)
         last = last_line(log)

@@ -43,6 +43,7 @@ async def test_each_job_has_its_row_and_no_failure_stops_the_others(
         job("bad", 'sh -c "echo what was wrong >&2; exit 3"'),
         job("skipped", "echo '3 skipped in 0.1s'"),
         job("late", "sleep 60"),
+        job("no such", "/no/such/program"),
         job("reader", after="bad"),
         job("reader of the reader", after="reader"),
         job("writer", 'sh -c "echo 5 > {work}/five; echo {gpus} > {json}"', gpus="2", timed=True),
@@ -55,6 +56,7 @@ async def test_each_job_has_its_row_and_no_failure_stops_the_others(
     assert (rows["good"].outcome, rows["good"].last) == ("ok", "all is well")
     assert (rows["bad"].outcome, rows["bad"].last) == ("exit 3", "what was wrong")
     assert rows["skipped"].outcome == "all skipped" and rows["skipped"].has_failed
+    assert rows["no such"].outcome.startswith("did not start: ")
     assert rows["late"].outcome == "killed after 0 s"
     assert rows["reader"].outcome == "bad did not end well"
     assert rows["reader of the reader"].outcome == "reader did not end well"
