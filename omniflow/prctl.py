@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 _CLONE_FILES = 0x400
 _PR_SET_PDEATHSIG = 1
@@ -36,7 +37,7 @@ def tell_end(fd: int) -> None:
     begun = threading.Event()
 
     def hold() -> None:
-        if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_FILES) == 0:
+        if _has_own_files():
             for each in others:
                 with contextlib.suppress(OSError):  # the list's own is closed already
                     os.close(each)
@@ -48,6 +49,17 @@ def tell_end(fd: int) -> None:
     begun.wait()
     if own.is_set():
         os.close(held)
+
+
+def can_tell_end() -> bool:
+    """Whether `tell_end` may have a thread with files of its own here."""
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        return threads.submit(_has_own_files).result()
+
+
+def _has_own_files() -> bool:
+    """Give this thread a table of open files of its own, a copy of the others'; False where that is not allowed."""
+    return bool(ctypes.CDLL(None, use_errno=True).unshare(_CLONE_FILES) == 0)
 
 
 def name_process(name: str) -> None:

@@ -734,6 +734,14 @@ def test_doctor_tries_what_gpus_can_share(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert found["SGLang"].verdict == "note"
 
 
+@pytest.mark.parametrize(("allowed", "verdict"), [(True, "ok"), (False, "note")])
+def test_doctor_knows_whether_deaths_on_gpus_are_told_early(
+    monkeypatch: pytest.MonkeyPatch, allowed: bool, verdict: str
+) -> None:
+    monkeypatch.setattr(doctor, "can_tell_end", lambda: allowed)
+    assert doctor._lifelines().verdict == verdict
+
+
 @pytest.mark.parametrize(
     ("version", "verdict"), [("0.5.17", "ok"), ("0.5.23", "ok"), ("0.4.1", "note"), (None, "note")]
 )

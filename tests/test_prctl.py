@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -9,8 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from omniflow import prctl
-from omniflow.prctl import tell_end
+from omniflow.prctl import can_tell_end, tell_end
 
 
 @pytest.fixture
@@ -60,7 +60,9 @@ def test_where_a_thread_cannot_have_files_of_its_own(monkeypatch: pytest.MonkeyP
         def unshare(self, what: int) -> int:
             return -1
 
-    monkeypatch.setattr(prctl.ctypes, "CDLL", lambda *args, **kwargs: Forbidden())
+    assert can_tell_end()
+    monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: Forbidden())
+    assert not can_tell_end()
     reads, writes = os.pipe()
     tell_end(writes)
     os.close(writes)

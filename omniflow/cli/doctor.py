@@ -26,6 +26,7 @@ from omniflow.cli.machine import find_gpus, memory_bytes, num_cores, unshared, v
 from omniflow.cli.tables import new_table, size_text
 from omniflow.errors import PlanError, WeightsError
 from omniflow.planner import Cluster, plan
+from omniflow.prctl import can_tell_end
 from omniflow.weights import HubWeights, PackagedWeights, Weights, cache_folder
 
 Verdict = Literal["ok", "note", "missing"]
@@ -233,8 +234,17 @@ def _gpus() -> Iterator[Finding]:
         else:
             yield Finding(f"GPU {gpu.index}", found, "note", "CUDA_VISIBLE_DEVICES hides it")
     if visible:
+        yield _lifelines()
         yield from _sharing([gpu.uuid for gpu in visible])
         yield _sglang()
+
+
+def _lifelines() -> Finding:
+    """Whether the death of a process on a GPU can be told before the driver has freed what it had (prctl.py)."""
+    if can_tell_end():
+        return Finding("lifelines", "work", "ok", "the death of a process on a GPU is seen within 2 ms")
+    meaning = "the death of a process on a GPU is seen 0.1 s later; let the container's seccomp profile allow it"
+    return Finding("lifelines", "unshare is forbidden", "note", meaning)
 
 
 def _sharing(gpus: Sequence[str]) -> Iterator[Finding]:
