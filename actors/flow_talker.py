@@ -43,12 +43,8 @@ class FlowTalker(EngineStage, TalkerRole, ABC, Generic[Speaker]):
     Each step of a segment gives `Latents` of one patch, the last of them marked; a segment without a word gives none.
     With `Options.seed` the same segments give the same latents, alone and beside others (on CPUs to the last bit).
 
-    `max_running` segments step together within `kv_tokens` positions, those first of whose request nothing was heard
-    yet; `max_waiting` wait for it, then OverloadedError (429). `temperature` above 0 adds noise between the steps of
-    the flow.
-
-    On a GPU each of `max_running` has a slot of `kv_tokens` / `max_running` positions, and a step is a few CUDA graphs.
-    `dtype` auto is bfloat16 there, and float32 on a CPU; noise and latents are float32 in any case.
+    Segments of whose request nothing was heard yet step first. On a GPU each of `max_running` has a slot of
+    `kv_tokens` / `max_running` positions.
     """
 
     guidance: ClassVar[float]

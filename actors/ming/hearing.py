@@ -27,8 +27,9 @@ class MingAudioEncoder(MediaEncoder[np.ndarray, np.ndarray, np.ndarray]):
     """Hears with the audio tower of a Ming-flash-omni checkpoint: fills `AudioFeatures.rows`, one for each 40 ms.
 
     Clips are heard whole, as Ming's processor has them; one of less than 12.6 ms is followed by silence up to 25 ms.
-    A clip has the same rows, within 1e-5 on a CPU, alone and beside others. See `MediaEncoder` for `dtype`, `decoders`
-    and `cache_mb`.
+    A clip has the same rows, within 1e-5 on a CPU, alone and beside others. Up to `decoders` clips are made ready at
+    the same time, each on a core; the rows of recent ones are kept, up to `cache_mb`. `dtype` auto is bfloat16 on a
+    GPU and float32 on a CPU.
 
     Raises InvalidInputError for a conversation of more than `max_seconds`, and for a clip that is longer than the
     tower has positions for (300 s).

@@ -43,9 +43,10 @@ class MingImageEncoder(MediaEncoder[_Item, Shown, _Seen]):
     """Sees with the vision tower of a Ming-flash-omni checkpoint: fills `ImageFeatures`.
 
     Images are png, jpeg or webp. Of clips (mp4, mov, webm, mkv, avi) two frames a second are seen, `max_frames` at
-    most, and no sound is heard. An image has the same rows, within 1e-5 on a CPU, alone and beside others. See
-    `MediaEncoder` for `dtype`, `decoders` and `cache_mb`; an image of 64 million pixels takes 0.5 GB while it is
-    decoded.
+    most, and no sound is heard. An image has the same rows, within 1e-5 on a CPU, alone and beside others. Up to
+    `decoders` images and clips are decoded at the same time, each on a core; one of 64 million pixels takes 0.5 GB
+    meanwhile. The rows of recent ones are kept, up to `cache_mb`. `dtype` auto is bfloat16 on a GPU and float32 on a
+    CPU.
 
     Raises InvalidInputError, which names the image, for what cannot be decoded, and for a clip of more than
     `max_clip_s` seconds; of several the first one.

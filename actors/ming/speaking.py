@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 class MingTalker(FlowTalker[Voice | None]):
     """Speaks segments of text with the flow talker of a Ming checkpoint (`model`, in the layout of Ming-omni-tts or of
-    Ming-flash-omni); see `FlowTalker`.
+    Ming-flash-omni). With a seed the same text sounds the same, alone and beside others (on CPUs to the last bit).
+
+    `max_running` segments step together within `kv_tokens` positions, those first of whose request nothing was heard
+    yet; `max_waiting` wait for it, then OverloadedError (429). `temperature` above 0 adds noise between the steps of
+    the flow. On a GPU each of `max_running` has a slot of `kv_tokens` / `max_running` positions, and a step is a few
+    CUDA graphs. `dtype` auto is bfloat16 there, and float32 on a CPU; noise and latents are float32 in any case.
 
     It speaks with the voices that the checkpoint brings, whose recordings it hears when it starts, and with those that
     a `MingVoiceEncoder` learned. With `normalise` figures of English and Chinese text become words.
