@@ -57,7 +57,8 @@ class Link(ABC):
 
     @abstractmethod
     def send_item(self, edge: int, request: int, seq: int, value: object) -> Awaitable[None] | None:
-        """Send a value. None: it is under way. Otherwise the caller awaits room in the transport.
+        """Send a value. None: it is under way. Otherwise the caller awaits room in the transport, or a GPU that still
+        computes tensors which go through the host.
 
         Raises ProtocolError where `value` cannot travel (its type has no wire form, it is larger than the memory).
         """
