@@ -10,6 +10,7 @@ graphs; what is here keeps requests apart where SGLang would not:
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -227,9 +228,15 @@ class SGLangEngine:
             presence_penalty=sampling.presence_penalty,
             repetition_penalty=sampling.repetition_penalty,
             logit_bias={str(token): bias for token, bias in sampling.logit_bias} or None,
-            # SGLang takes 63 bits.
-            sampling_seed=None if sampling.seed is None else sampling.seed & (2**63 - 1),
+            sampling_seed=self._seed(request),
         )
+
+    def _seed(self, request: EngineRequest) -> int | None:
+        """SGLang takes 63 bits. Where all is deterministic it would give 42 to every request that has none."""
+        seed = request.sampling.seed
+        if seed is None and self._deterministic:  # the same on all ranks
+            seed = int.from_bytes(hashlib.sha256(request.id.encode()).digest()[:8], "little")
+        return None if seed is None else seed & (2**63 - 1)
 
     def _output(self, progress: Progress) -> list[EngineOutput]:
         """What `progress` means; nothing where the request's end was told already."""

@@ -250,6 +250,19 @@ def test_what_cannot_be_done_is_refused_and_the_next_request_runs(engine: SGLang
     assert ids_of(run(engine, [request("s", prompt(5), seed=1)])["s"])  # greedy: nothing is drawn
 
 
+def test_requests_without_a_seed_are_drawn_apart_where_all_is_deterministic(
+    engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seed(id: str, **sampling: object) -> int | None:
+        return engine._way(request(id, prompt(5), **sampling)).sampling_seed
+
+    assert seed("a") is None
+    monkeypatch.setattr(engine, "_deterministic", True)
+    assert seed("a") == seed("a") != seed("b")  # by its id, so that several ranks choose alike
+    assert seed("a", seed=7) == seed("b", seed=7) == 7
+    assert seed("a", seed=-1) == 2**63 - 1
+
+
 def test_a_second_engine_in_a_process_is_refused(engine: SGLangEngine, tmp_path: Path) -> None:
     from omniflow.engine.sglang import load_engine
     from omniflow.errors import StartError

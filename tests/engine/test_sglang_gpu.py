@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import torch
 
@@ -47,6 +48,21 @@ def test_a_seed_draws_the_same_tokens_alone_and_in_company(deterministic: SGLang
     company = run(deterministic, [*others[:3], drawn("a", 7), drawn("b", 8), *others[3:]])
     assert ids_of(company["a"]) == alone
     assert ids_of(company["b"]) != alone
+
+
+def test_requests_without_a_seed_are_drawn_apart(deterministic: SGLangEngine) -> None:
+    asked = [request(id, prompt(20, 3), max_tokens=24, temperature=1.0) for id in "abc"]
+    assert len({tuple(ids_of(outputs)) for outputs in run(deterministic, asked).values()}) == 3
+
+
+def test_a_seed_draws_the_same_tokens_after_an_abort(deterministic: SGLangEngine) -> None:
+    alone = ids_of(run(deterministic, [drawn("a", 7)])["a"])
+    deterministic.start(drawn("a", 7))
+    for _ in range(5):
+        deterministic.step()
+    deterministic.abort("a")
+    again = run(deterministic, [drawn("b", 8), msgspec.structs.replace(drawn("a", 7), id="again")])
+    assert ids_of(again["again"]) == alone
 
 
 def test_codes_of_a_seed_are_the_same_alone_and_in_company_where_asked_for() -> None:
