@@ -166,6 +166,8 @@ class Supervisor:
         self.children = {host.name: Child(host) for host in plan.hosts if host.process}
         self._tasks: anyio.abc.TaskGroup | None = None
         self._stopping = False
+        self._untold: dict[Any, anyio.Event] = {}
+        """Processes that are dead and whose parent has yet to say so: their descriptors stay open until then."""
 
     # -- start -----------------------------------------------------------------------------------------------------
 
@@ -371,14 +373,19 @@ class Supervisor:
         os.close(child.pidfd)
         child.pidfd = None
         code = child.process.exitcode
-        if code is None:  # still not told: its descriptors stay open until then
-            asyncio.get_running_loop().add_reader(child.process.sentinel, _forget, child.process)
+        if code is None:
+            self._untold[child.process] = anyio.Event()
+            asyncio.get_running_loop().add_reader(child.process.sentinel, self._told, child.process)
         else:
             _forget(child.process)
         if child.link is not None:
             _hear_out(child.link)
             self._lose(child, child.failure.message if child.failure else _why(code))
         _say_gone(child)
+
+    def _told(self, process: Any) -> None:
+        _forget(process)
+        self._untold.pop(process).set()
 
     def _on_ending(self, child: Child) -> None:
         """Its lifeline is closed: it ends now, and is dead when all that it had is freed."""
@@ -492,7 +499,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Tell all hosts to end; kill those that still start, and what has not ended after a few seconds.
 
-        Returns when every process is gone.
+        Returns when every process is gone, and what was open for them is closed.
         """
         self._stopping = True
         for child in self.children.values():
@@ -510,6 +517,9 @@ class Supervisor:
             self._kill(child)
         for child in running:
             await child.gone.wait()
+        with anyio.move_on_after(_KILL_AFTER_S):  # a fork server that is busy says it later, one that is stopped never
+            for told in list(self._untold.values()):
+                await told.wait()
 
 
 class _Pipes(contextlib.ExitStack):

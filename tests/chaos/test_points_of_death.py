@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,14 @@ async def test_while_it_drains() -> None:
                 await kill(runtime, "hold")
         assert asked.died() == ["hold"] * 4
         assert [found["batched"] for found in asked.found] == [0.3] * 4
+
+
+async def test_stopped_while_the_fork_server_is_held_up() -> None:
+    """It says late that hosts have ended. What is open for them is closed before the runtime is: nobody would later."""
+    async with running(perils.build(), CPU):
+        server = multiprocess.forkserver._forkserver._forkserver_pid
+        os.kill(server, signal.SIGSTOP)
+        threading.Timer(0.5, os.kill, (server, signal.SIGCONT)).start()
 
 
 async def test_stopped_at_any_moment_of_a_restart(dice: random.Random) -> None:
