@@ -1,16 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import anyio
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from actors import encoding
 from actors.attention import attend_apart
-from actors.encoding import Recent, bounded, digest_of, run_through
+from actors.encoding import MediaEncoder, Recent, bounded, digest_of, run_through
 from omniflow.actor import Actor
+from omniflow.errors import InvalidInputError
 
 
 def test_the_results_used_last_are_kept_within_their_bytes() -> None:
@@ -87,3 +91,64 @@ def test_each_sequence_attends_to_itself(lengths: list[int]) -> None:
     made = attend_apart(query, key, value, lengths)
     assert made.shape == query.shape
     assert torch.allclose(made, wanted.transpose(0, 1), atol=1e-6)
+
+
+class Lengths(MediaEncoder[str, list[str], int]):
+    """Makes of words how long they are, letter by letter; what it did is in `did`."""
+
+    most = 8
+
+    def __init__(self, folder: Path, decoders: int = 2, cache_bytes: int = 10**6) -> None:
+        super().__init__(str(folder), "cpu", "auto", 1, decoders, 0)
+        self._recent = Recent(cache_bytes, self.num_bytes)
+        self.did: list[list[str]] = []
+
+    def digest(self, item: str) -> bytes:
+        return digest_of(item.encode())
+
+    async def ready(self, item: str) -> list[str]:
+        if not item:
+            raise InvalidInputError("a word is empty", param="messages")
+        return await self.decode(list, item)
+
+    def size(self, ready: list[str]) -> int:
+        return len(ready)
+
+    def layers(self, batch: Sequence[list[str]]) -> Iterator[list[int] | None]:
+        self.did.append(["".join(word) for word in batch])
+        yield None
+        yield [len(word) for word in batch]
+
+    def num_bytes(self, made: int) -> int:
+        return made
+
+
+@pytest.mark.anyio
+async def test_media_of_several_requests_pass_together_in_order_within_a_bound(tmp_path: Path) -> None:
+    encoder = Lengths(tmp_path)
+    requests = [["one", "three"], ["seventeen", "one"], ["a", "bc", "def"], []]
+    assert await encoder.encoded(requests) == [[3, 5], [9, 3], [1, 2, 3], []]
+    assert encoder.did == [["one", "three"], ["seventeen"], ["a", "bc", "def"]], "the largest goes alone"
+    assert await encoder.encoded([["bc", "new", "one"]]) == [[2, 3, 3]]
+    assert encoder.did[3:] == [["new"]], "what is kept is not made again"
+    assert encoder.busy_s() == 0
+
+
+@pytest.mark.anyio
+@given(st.lists(st.lists(st.text("abc", min_size=1, max_size=9), max_size=5), max_size=4), st.integers(1, 4))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_what_is_made_is_each_requests_own(requests: list[list[str]], decoders: int) -> None:
+    encoder = Lengths(Path(__file__).parent, decoders, cache_bytes=7)
+    for _ in range(2):
+        assert await encoder.encoded(requests) == [[len(word) for word in words] for words in requests]
+    assert all(sum(map(len, words)) <= encoder.most or len(words) == 1 for words in encoder.did)
+
+
+@pytest.mark.anyio
+async def test_what_passed_before_a_bad_item_is_kept(tmp_path: Path) -> None:
+    encoder = Lengths(tmp_path)
+    with pytest.raises(InvalidInputError, match="a word is empty"):
+        await encoder.encoded([["seventeen", "one"], ["", "two"]])
+    assert encoder.did == [["seventeen"]]
+    assert await encoder.encoded([["one", "seventeen"]]) == [[3, 9]]
+    assert encoder.did == [["seventeen"], ["one"]]
