@@ -32,7 +32,7 @@ def test_the_examples_do_what_they_say(server: Server, tmp_path: Path, page: str
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert ran.returncode == 0, ran.stderr
     shown = [code for code, _ in blocks(path, "text")]

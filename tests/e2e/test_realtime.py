@@ -198,7 +198,7 @@ def test_the_example_of_the_page(server: Server, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert ran.returncode == 0, ran.stderr
     wrong, count = word_errors(ran.stdout, heard((tmp_path / "answer.wav").read_bytes()))

@@ -73,7 +73,7 @@ def test_replay_gives_the_same(files: list[Path], tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.endswith("no difference (edges compared: 3, given: 0, not comparable: 0)\n")
