@@ -18,7 +18,7 @@ from actors.smollm2 import SMOLLM2_135M_INSTRUCT
 from actors.tool_format import HERMES
 from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.grammar import Grammars
-from omniflow.engine.linear import PackedLinear, pack_linears
+from omniflow.engine.linear import PackedLinear, pack_linears, padded
 from omniflow.engine.transformers import TransformersEngine, load_engine
 from omniflow.errors import (
     ContextLengthError,
@@ -122,6 +122,18 @@ def test_packed_linears_compute_what_linears_compute() -> None:
     for count in (1, 2, 3, 4, 5, 33):
         x = torch.randn(1, count, 48)
         torch.testing.assert_close(packed(x), linear(x), rtol=1e-5, atol=1e-6)
+
+
+def test_packed_linears_meet_few_numbers_of_rows_and_rows_do_not_depend_on_them() -> None:
+    """Each number of rows that a shape has met keeps 0.5 MB."""
+    assert len({padded(count) for count in range(1, 73)}) == 8 + 14 + 1
+    for count in range(1, 3000):
+        assert count <= padded(count) <= count + max(3, count // 8) if count > 8 else padded(count) == count
+    packed = PackedLinear(torch.nn.Linear(48, 30))
+    x = torch.randn(300, 48)
+    whole = packed(x)
+    for count in (9, 10, 33, 67, 131, 259):
+        assert torch.equal(packed(x[:count]), whole[:count])
 
 
 def test_a_long_prompt_does_not_stall_those_that_decode() -> None:
