@@ -56,7 +56,7 @@ MING = {
 BORN_WITH_MING = {
     "omniflow/engine": "flow flow_engine flow_slots slot_cache replays fused places group ranks",
     "actors": "stage checkpoint encoding threads attention mel pictures clip video normalise qwen2 speaker "
-    "batched_vocoder flow_talker",
+    "batched_vocoder flow_talker qwen2_flow",
 }
 """Files that Ming was the first to need, and that know nothing of it."""
 

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 import torch
 
-from actors.ming.talker import TalkerModel, TalkerStream, load_talker
+from actors.ming.talker import TalkerModel, load_talker
+from actors.qwen2_flow import FlowStream
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
 from omniflow.engine.flow import FlowKnobs, flow_noise
 from omniflow.engine.flow_engine import FlowEngine
@@ -25,7 +26,7 @@ def model() -> TalkerModel:
     return model
 
 
-def engine_on(model: TalkerModel, **limits: int) -> FlowEngine[TalkerStream]:
+def engine_on(model: TalkerModel, **limits: int) -> FlowEngine[FlowStream]:
     return FlowEngine(model, guidance=2.0, sigma=0.25, **limits)
 
 

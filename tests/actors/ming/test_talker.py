@@ -9,9 +9,10 @@ import torch
 from actors.checkpoint import load, read_tensors
 from actors.ming.audio_vae import load_audio_vae
 from actors.ming.config import Talker
-from actors.ming.talker import TalkerModel, TalkerStream, load_talker
+from actors.ming.talker import TalkerModel, load_talker
 from actors.ming.weights import part
 from actors.qwen2 import step
+from actors.qwen2_flow import FlowStream
 from omniflow.engine.flow import FlowKnobs, FlowStep
 from omniflow.engine.linear import pack_linears
 from omniflow.errors import ContextLengthError, WeightsError
@@ -31,7 +32,7 @@ def steps(model: TalkerModel) -> list[FlowStep]:
     return steps_of(model, model.init(), 12)
 
 
-def steps_of(model: TalkerModel, stream: TalkerStream, count: int) -> list[FlowStep]:
+def steps_of(model: TalkerModel, stream: FlowStream, count: int) -> list[FlowStep]:
     inputs, steps = model.embedding(expected()["talker.ids"]), []
     for noise in expected()["talker.noise"][:count]:
         steps.append(model.step([stream], [inputs], noise[None], KNOBS))
