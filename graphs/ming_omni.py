@@ -69,7 +69,7 @@ graph.profile(
 )
 graph.profile(
     "embedded-vits",
-    "the same, spoken by the Piper voice 'joe' itself, which is not autoregressive",
+    "as embedded, but spoken by the Piper voice 'joe' itself, which is not autoregressive",
     **_embedded.embedded_vits,
 )
 graph.profile(
