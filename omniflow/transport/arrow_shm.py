@@ -53,7 +53,8 @@ _STUCK_BYTES = 256 * 1024
 """What may wait for a slow peer before senders of values wait with it."""
 _RELEASES = 1024
 """Blocks that one message gives back; it must fit into a datagram."""
-_ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 4)
+_RECEIVED = socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
+"""Room for descriptors, and what becomes of them."""
 _NIL = msgspec.Raw(b"\xc0")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -295,13 +296,9 @@ class ArrowShmLink(Link):
         if self._closed:
             return 0
         try:
-            size, ancillary, _flags, _address = self._socket.recvmsg_into(
-                (self._buffer,), _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-            )
+            size, ancillary = self._next_datagram()
         except (BlockingIOError, InterruptedError):
             return 0
-        except ConnectionResetError:
-            size, ancillary = 0, []
         if size == 0:
             self._lost()
             return 0
@@ -313,6 +310,15 @@ class ArrowShmLink(Link):
             if not self._closed:
                 self._deliver(message, descriptors)
         return len(messages)
+
+    def _next_datagram(self) -> tuple[int, list[tuple[int, int, bytes]]]:
+        """The size of what now lies in the buffer, and what came beside it; size 0 where the peer is gone."""
+        try:
+            size, ancillary, _, _ = self._socket.recvmsg_into((self._buffer,), *_RECEIVED)
+        except ConnectionResetError:
+            # Linux says once that the peer is gone and had not read all; what it had sent itself is still to be read.
+            size, ancillary, _, _ = self._socket.recvmsg_into((self._buffer,), *_RECEIVED)
+        return size, ancillary
 
     def _deliver(self, message: Message, descriptors: list[int]) -> None:
         match message:
