@@ -166,7 +166,7 @@ def vae_weights(config: AudioVae, seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(each) for name, each in found.items()}
 
 
-@few
+@settings(few, max_examples=3)
 @given(vaes(), seeds, st.integers(1, 20), st.lists(st.integers(0, 6), max_size=8))
 def test_a_vocoder_sounds_the_same_however_latents_come(
     config: AudioVae, seed: int, count: int, sizes: list[int]
