@@ -166,7 +166,7 @@ def vae_weights(config: AudioVae, seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(each) for name, each in found.items()}
 
 
-@settings(few, max_examples=3)
+@settings(few, max_examples=6)
 @given(vaes(), seeds, st.integers(1, 20), st.lists(st.integers(0, 6), max_size=8))
 def test_a_vocoder_sounds_the_same_however_latents_come(
     config: AudioVae, seed: int, count: int, sizes: list[int]
@@ -226,7 +226,7 @@ def steps_of(model: Any, spans: list[tuple[int, int]], ids: list[list[int]], see
     return given
 
 
-@settings(few, max_examples=2)
+@settings(few, max_examples=4)
 @given(talkers(), seeds, st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=3, max_size=3))
 def test_a_talker_says_the_same_alone_in_company_and_in_slots(
     made: tuple[Talker, dict[str, Any], dict[str, Any]], seed: int, spans: list[tuple[int, int]]
