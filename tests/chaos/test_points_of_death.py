@@ -68,7 +68,7 @@ class Asked:
 
 async def test_killed_again_and_again_while_it_is_set_up(dice: random.Random) -> None:
     """From the fork on, at any moment: each death counts as one, and the host is started again."""
-    async with running(perils.build(setup_s=0.3), CPU) as runtime:
+    async with running(perils.build(setup_s=0.3), CPU, restart_wait_s=HANGS_S) as runtime:
         child = runtime._supervisor.children["start"]
         async with anyio.create_task_group() as tasks:
             await kill(runtime, "start")
