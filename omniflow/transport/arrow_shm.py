@@ -121,6 +121,7 @@ class ArrowShmLink(Link):
         self._buffer = bytearray(len(ONE) + DATAGRAM_BYTES)
         self._view = memoryview(self._buffer)
         self._closed = False
+        self._is_reset = False
         self._received = 0
         self._told: set[int] = set()
         self._lent: dict[Key, int] = {}
@@ -287,9 +288,14 @@ class ArrowShmLink(Link):
     def _readable(self) -> None:
         """Something has come. Where it came alone, the next is not here yet: finding that out costs 1.3 us."""
         delivered = count = self._receive()
-        while count > 1 and delivered < MOST_MESSAGES:
+        while (count > 1 and delivered < MOST_MESSAGES) or (count and self._is_last_call):
             count = self._receive()
             delivered += count
+
+    @property
+    def _is_last_call(self) -> bool:
+        """A socket with an error is looked at no more by libuv: all that is left must be read at once."""
+        return self._is_reset or self._writer.is_refused
 
     def _receive(self) -> int:
         """Deliver one datagram; gives the number of its messages, 0 where there was none."""
@@ -317,6 +323,7 @@ class ArrowShmLink(Link):
             size, ancillary, _, _ = self._socket.recvmsg_into((self._buffer,), *_RECEIVED)
         except ConnectionResetError:
             # Linux says once that the peer is gone and had not read all; what it had sent itself is still to be read.
+            self._is_reset = True
             size, ancillary, _, _ = self._socket.recvmsg_into((self._buffer,), *_RECEIVED)
         return size, ancillary
 

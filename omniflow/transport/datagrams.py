@@ -46,6 +46,8 @@ class DatagramWriter:
         self._hot_window = hot_window
         self.sent = 0
         """Messages that have left this process."""
+        self.is_refused = False
+        """The peer is gone, as a message to it has shown."""
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._turn_ends = False
@@ -156,7 +158,7 @@ class DatagramWriter:
             return False
         except (BrokenPipeError, ConnectionResetError):
             # The end of file that follows tells the receiver, in order with what the peer sent before it died.
-            pass
+            self.is_refused = True
         close_all(descriptors)
         self.sent += num_messages
         return True

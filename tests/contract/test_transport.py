@@ -261,16 +261,6 @@ async def test_close_is_seen_by_the_peer_after_everything_before_it(ends: Ends) 
     ends.b.close()
 
 
-async def test_what_a_peer_had_sent_arrives_also_where_it_died_with_something_unread(ends: Ends) -> None:
-    ends.types[1] = int
-    ends.b.send(Credit(1, 1, 1))
-    for number in range(3):
-        assert ends.a.send_item(1, 1, number, number) is None
-    ends.a.close()
-    await ends.at_b.closed.wait()
-    assert [item.value for item in ends.at_b.items] == [0, 1, 2]
-
-
 async def test_views_outlive_the_link(shm: Ends) -> None:
     got = await shm.there(np.arange(50_000))
     shm.close()
