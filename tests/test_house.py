@@ -100,6 +100,15 @@ def test_no_file_is_large_but_the_weights_of_a_data_package() -> None:
     assert {str(path): path.stat().st_size for path in others if path.stat().st_size > 500_000} == {}
 
 
+def test_no_test_says_that_something_is_fast() -> None:
+    """The machine may be busy: times are measured in bench/. What never comes is waited for `HANGS_S` (waiting.py)."""
+    timed = re.compile(
+        r"assert .*(monotonic|perf_counter|process_time|current_time)\(\) - \w+ <|fail_after\(\d(\.\d+)?\)"
+    )
+    found = {f"{name}: {line.strip()}" for name, text in texts() for line in text.splitlines() if timed.search(line)}
+    assert {each for each in found if each.startswith("tests/")} == set()
+
+
 def test_graph_files_are_short() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "graphs").glob("*.py")}
     assert {name: length for name, length in lengths.items() if length > 100} == {}

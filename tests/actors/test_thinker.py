@@ -26,6 +26,7 @@ from omniflow.errors import (
 from omniflow.media import Generated, HiddenStates, TokenPrompt, Tokens, Tool
 from tests.doubles import ListEmit, context
 from tests.engine.tiny import BYTES_END, CONTEXT, HIDDEN, VOCAB, byte_llama, byte_tokenizer, prompt, tiny_llama
+from tests.waiting import HANGS_S
 
 PERSON = {
     "type": "object",
@@ -348,7 +349,7 @@ async def test_a_cancelled_run_with_a_grammar_leaves_the_batch(byte_folder: Path
             tasks.start_soon(
                 thinker.run, TokenPrompt(prompt(3)), emit, UNREAD, context(json_schema=schema, max_tokens=250)
             )
-            with anyio.fail_after(5):
+            with anyio.fail_after(HANGS_S):
                 while not emit.items:
                     await anyio.sleep(0.001)
             tasks.cancel_scope.cancel()
