@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from actors.whisper.transcriber import transcribe
 
+MISHEARD = 0.7
+"""Word errors of one thing said without a seed, at most: 0.08 on average, 0.5 once in 40; of silence they are 1."""
+
 _NUMBERS = {
     "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7",
     "eight": "8", "nine": "9", "ten": "10", "twelve": "12", "twenty": "20",
