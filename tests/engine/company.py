@@ -8,7 +8,7 @@ from random import Random
 import torch
 
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
-from tests.engine.tiny import HIDDEN, VOCAB, ids_of, prompt
+from tests.engine.tiny import HIDDEN, VOCAB, drain, ids_of, prompt
 
 NUM_PROMPTS, NUM_ROWS = 6, 3
 """So few that requests share beginnings: of tokens, of embeddings, or of tokens under other embeddings."""
@@ -64,6 +64,23 @@ def in_company(engine: Engine, requests: Sequence[EngineRequest], random: Random
         assert outputs[-1].finish_reason is not None
         assert outputs[-1].finish_reason != "abort" or id in aborted, "only who is named is aborted"
     return told
+
+
+def aborted_after(
+    steps: int, id: str, engine: Engine, requests: Sequence[EngineRequest]
+) -> dict[str, list[EngineOutput]]:
+    """What `requests` are told of which the one named `id` is aborted, twice, after so many steps."""
+    outputs: dict[str, list[EngineOutput]] = {}
+    for each in requests:
+        engine.start(each)
+    for _ in range(steps):
+        for output in engine.step():
+            outputs.setdefault(output.id, []).append(output)
+    engine.abort(id)
+    engine.abort(id)
+    for other, last in drain(engine).items():
+        outputs.setdefault(other, []).extend(last)
+    return outputs
 
 
 def cut_as(outputs: list[EngineOutput], whole: list[EngineOutput]) -> list[EngineOutput]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from omniflow.engine.base import Engine, EngineOutput
 from omniflow.engine.linear import pack_linears
 from omniflow.engine.transformers import TransformersEngine
-from tests.engine.company import any_requests, cut_as, in_company
-from tests.engine.tiny import drain, prompt, request, run, tiny_llama
+from tests.engine.company import aborted_after, any_requests, cut_as, in_company
+from tests.engine.tiny import prompt, request, run, tiny_llama
 
 
 def decode(ids: list[int]) -> str:
@@ -48,16 +48,8 @@ def test_an_abort_at_any_step_ends_the_one_that_is_named(length: int) -> None:
     engine: Engine = engine_of()
     whole = told(run(engine, [request("x", prompt(length), max_tokens=5)])["x"])
     for step in range(len(whole) + 5):
-        for id in ("ab", "a", "abc"):
-            engine.start(request(id, prompt(length), max_tokens=5))
-        outputs: dict[str, list[EngineOutput]] = {}
-        for _ in range(step):
-            for output in engine.step():
-                outputs.setdefault(output.id, []).append(output)
-        engine.abort("a")
-        engine.abort("a")
-        for id, last in drain(engine).items():
-            outputs.setdefault(id, []).extend(last)
+        requests = [request(id, prompt(length), max_tokens=5) for id in ("ab", "a", "abc")]
+        outputs = aborted_after(step, "a", engine, requests)
         assert told(outputs["ab"]) == told(outputs["abc"]) == whole
         assert told(outputs["a"]) in (whole, [*whole[: len(outputs["a"]) - 1], ((), "abort")])
         assert engine.stats().kv_tokens_used == 0

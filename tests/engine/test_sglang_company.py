@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import torch
 
-from omniflow.engine.base import EngineOutput, EngineRequest, Sampling
+from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.transformers import TransformersEngine
-from tests.engine.company import any_requests, cut_as, in_company
+from tests.engine.company import aborted_after, any_requests, cut_as, in_company
 from tests.engine.test_sglang import GPU, assert_same, decode, greedy
 from tests.engine.tiny import HIDDEN, drain, ids_of, prompt, run, tiny_llama
 
@@ -149,16 +149,8 @@ def test_an_abort_at_any_step_ends_the_one_that_is_named(
 ) -> None:
     whole = run(reference, [greedy("x", prompt(length), max_tokens=9)])["x"]
     for step in range(16):
-        for id in ("ab", "a", "abc"):
-            engine.start(greedy(id, prompt(length), max_tokens=9))
-        outputs: dict[str, list[EngineOutput]] = {}
-        for _ in range(step):
-            for output in engine.step():
-                outputs.setdefault(output.id, []).append(output)
-        engine.abort("a")
-        engine.abort("a")
-        for id, last in drain(engine).items():
-            outputs.setdefault(id, []).extend(last)
+        requests = [greedy(id, prompt(length), max_tokens=9) for id in ("ab", "a", "abc")]
+        outputs = aborted_after(step, "a", engine, requests)
         for id in ("ab", "a", "abc"):
             assert id == "a" or outputs[id][-1].finish_reason == "length"
             assert_same(outputs[id], cut_as(outputs[id], whole))
