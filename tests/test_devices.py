@@ -75,7 +75,12 @@ def test_what_a_host_may_use() -> None:
 )
 def test_a_process_sees_its_own_gpus_alone(numbers: tuple[int, ...], environ: dict[str, str], visible: str) -> None:
     found = Gpus(numbers).environment(environ)
+    assert found.pop("NCCL_P2P_NVL_CHUNKSIZE") == "131072"
     assert found == {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def test_a_users_own_setting_of_nccl_stays() -> None:
+    assert Gpus((0,)).environment({"NCCL_P2P_NVL_CHUNKSIZE": "65536"})["NCCL_P2P_NVL_CHUNKSIZE"] == "65536"
 
 
 def test_hosts_without_gpus_keep_their_environment() -> None:

@@ -1,7 +1,8 @@
 """Two engines and a codec on one GPU, each held to a budget: `python -m bench.gpu.budgets --json FILE`.
 
 Each is a process of its own, in several orders of start and at once. Said are the budgets, what each holds in each
-order, and whether it gets more than its budget. Fails where that differs by more than 2 % between orders.
+order, and whether it gets more than its budget. Fails where one gets more, where what it holds is more than 2 % from
+its budget, or where that differs by more than 2 % between orders.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Budget(NamedTuple):
     weights: int
     kv: int
     workspace: int
-    """Of an engine: CUDA graphs and a prompt of 490 tokens (0.15 and 0.1 GB were seen). Of a codec: its streams."""
+    """Of an engine: CUDA graphs and a prompt of 490 tokens (0.24 GB were seen). Of a codec: its streams (0.80)."""
 
     @property
     def cap(self) -> int:
@@ -50,13 +51,13 @@ def engine_budget(kv_tokens: int) -> Budget:
     kv_size = 8 * hidden // heads
     layer = hidden * (2 * hidden + 2 * kv_size + 3 * shape["intermediate_size"] + 2)
     weights = VOCAB_SIZE * hidden + layers * layer + hidden
-    return Budget(2 * weights, 2 * 2 * layers * kv_size * kv_tokens, 500_000_000)
+    return Budget(2 * weights, 2 * 2 * layers * kv_size * kv_tokens, 300_000_000)
 
 
 KV_TOKENS = {"a": 100_000, "b": 40_000}
 """Of the engines; `c` is the codec."""
 BUDGETS = {name: engine_budget(tokens) for name, tokens in KV_TOKENS.items()}
-BUDGETS["c"] = Budget(4 * CODEC_WEIGHTS, 0, 1_000_000_000)
+BUDGETS["c"] = Budget(4 * CODEC_WEIGHTS, 0, 820_000_000)
 
 
 class Holder:
@@ -178,8 +179,9 @@ def verdict(name: str, found: dict[str, Any]) -> dict[str, Any]:
         return {"held": False, "failed": [row["failed"] for row in rows if "failed" in row]}
     held = [row["bytes"] for row in rows]
     apart, beyond = max(held) / min(held) - 1, sorted({str(row["more"]) for row in rows})
-    is_held = apart <= MOST_APART and beyond == ["is refused"]
-    return {"held": is_held, "spread": apart, "most_of_budget": max(held) / BUDGETS[name].cap, "beyond": beyond}
+    of_budget = [each / BUDGETS[name].cap for each in (min(held), max(held))]
+    is_held = apart <= MOST_APART and of_budget[0] >= 1 - MOST_APART and beyond == ["is refused"]
+    return {"held": is_held, "spread": apart, "of_budget": of_budget, "beyond": beyond}
 
 
 def main() -> int:

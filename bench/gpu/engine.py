@@ -1,11 +1,11 @@
 """The SGLang engine on one GPU: `python -m bench.gpu.engine PART --json FILE`, with the SGLang that is installed.
 
-    llama    EngineLoop and SGLangEngine, as an actor drives them, against SGLang's own scheduler loop in one process
+    llama    EngineLoop and SGLangEngine, as an actor drives them, in turns with SGLang's own scheduler loop in the same
+             process, and with `sgl.Engine`, in processes of its own on the same GPU: one model, prompts and settings
     steps    where the time of a step goes on the actor's way: SGLang, our engine around it, our loop, and the readers
-    sglang   sgl.Engine, which streams through processes of its own: the same model, prompts and settings
 
 Weights are random, bf16, but those of `--sizes smollm2` (with `--smollm2 FOLDER`). Every figure is the median of
-`--rounds`; the loops that are compared are interleaved.
+`--rounds`; ratios are those of rounds that were next to each other, as quartiles.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import torch
 from actors.catalogue import PACKAGED
 from actors.stage import GATHER_S
 from bench.gpu.report import Report
+from bench.gpu.rounds import Turns, medians, prompts, quartiles, summary
+from bench.gpu.sgl_engine import SglEngine
 from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.loop import Command, EngineLoop
 from omniflow.weights import resolve
@@ -33,7 +35,6 @@ LLAMAS = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
 VOCAB_SIZE = 128256
-PROMPT_TOKENS = 128
 
 
 def model_settings(size: str, folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -62,20 +63,6 @@ def llama_folder(size: str, folder: str) -> Path:
     }
     Path(folder, "config.json").write_text(json.dumps(config))
     return Path(folder)
-
-
-def prompts(count: int, round: int) -> list[list[int]]:
-    """Prompts that no other round has: the prefix cache finds nothing."""
-    generator = torch.Generator().manual_seed(1000 * round + count)
-    return torch.randint(10, 49_000, (count, PROMPT_TOKENS), generator=generator).tolist()
-
-
-def summary(first_s: list[float], total_s: float, count: int, tokens: int) -> dict[str, float]:
-    return {
-        "tokens_per_s": count * tokens / total_s,
-        "ttft_ms": 1e3 * statistics.median(first_s),
-        "ttft_last_ms": 1e3 * max(first_s),
-    }
 
 
 def bare_round(scheduler: Any, asked: list[list[int]], tokens: int) -> dict[str, float]:
@@ -137,21 +124,16 @@ def with_sglangs_streamer(scheduler: Any) -> Any:
 
 
 class Rounds:
-    """Rounds of both kinds in the thread of one EngineLoop, on one scheduler, in turns."""
+    """Rounds of both kinds in the thread of one EngineLoop, on one scheduler."""
 
     def __init__(self, loop: EngineLoop, engine: Any) -> None:
         self._loop = loop
         self._scheduler = engine._scheduler
         self._ours = self._scheduler.output_streamer
         self._theirs = with_sglangs_streamer(self._scheduler)
-        self._number = 0
 
-    def _prompts(self, count: int) -> list[list[int]]:
-        self._number += 1
-        return prompts(count, self._number)
-
-    async def bare(self, batch: int, tokens: int) -> dict[str, float]:
-        asked, done = self._prompts(batch), asyncio.get_running_loop().create_future()
+    async def bare(self, batch: int, tokens: int, number: int) -> dict[str, float]:
+        asked, done = prompts(batch, number), asyncio.get_running_loop().create_future()
 
         def run(_: object) -> None:
             self._ours.stream_output = self._theirs.stream_output
@@ -163,28 +145,19 @@ class Rounds:
         found: dict[str, float] = await done
         return found
 
-    async def actor(self, batch: int, tokens: int) -> dict[str, float]:
-        return await actor_round(self._loop, self._prompts(batch), tokens)
+    async def actor(self, batch: int, tokens: int, number: int) -> dict[str, float]:
+        return await actor_round(self._loop, prompts(batch, number), tokens)
 
 
-async def compare(rounds: Rounds, size: str, arguments: argparse.Namespace, report: Report) -> None:
-    alone = [(await rounds.bare(1, 4), await rounds.actor(1, 4)) for _ in range(5 * arguments.rounds + 2)][2:]
-    firsts = {
-        name: statistics.median(pair[at]["ttft_ms"] for pair in alone) for at, name in enumerate(("bare", "actor"))
-    }
+async def compare(turns: Turns, size: str, arguments: argparse.Namespace, report: Report) -> None:
+    alone = await turns.take(1, 4, 5 * arguments.rounds)
+    firsts = {name: medians(rows)["ttft_ms"] for name, rows in alone.items()}
     report.add({"ttft_alone_ms": firsts | {"added": firsts["actor"] - firsts["bare"]}}, size)
     for batch in arguments.batches:
-        pairs = [
-            (await rounds.bare(batch, arguments.tokens), await rounds.actor(batch, arguments.tokens))
-            for _ in range(arguments.rounds + 1)
-        ][1:]
-        medians = {"bare": median_of([bare for bare, _ in pairs]), "actor": median_of([actor for _, actor in pairs])}
-        medians["ratio"] = {"tokens_per_s": medians["actor"]["tokens_per_s"] / medians["bare"]["tokens_per_s"]}
-        report.add(medians, size, str(batch))
-
-
-def median_of(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+        rounds = await turns.take(batch, arguments.tokens, arguments.rounds)
+        ours, others = rounds["actor"], {name: rows for name, rows in rounds.items() if name != "actor"}
+        ratios = {name: quartiles(ours, rows, "tokens_per_s") for name, rows in others.items()}
+        report.add({name: medians(rows) for name, rows in rounds.items()} | {"actor over": ratios}, size, str(batch))
 
 
 async def loop_of(model: dict[str, Any], arguments: argparse.Namespace) -> tuple[EngineLoop, Any]:
@@ -207,9 +180,15 @@ async def loop_of(model: dict[str, Any], arguments: argparse.Namespace) -> tuple
 
 
 async def llama(size: str, model: dict[str, Any], arguments: argparse.Namespace, report: Report) -> None:
+    theirs = SglEngine(model, kv_tokens=arguments.kv_tokens, max_running=max(arguments.batches))
     loop, engine = await loop_of(model, arguments)
-    await compare(Rounds(loop, engine), size, arguments, report)
+    await theirs.answer()
+    rounds = Rounds(loop, engine)
+    # The actor's in the middle: it is next to both.
+    turns = Turns({"bare": rounds.bare, "actor": rounds.actor, "sgl.Engine": theirs.round})
+    await compare(turns, size, arguments, report)
     await loop.close()
+    theirs.close()
 
 
 class Watched:
@@ -268,51 +247,6 @@ async def steps(size: str, model: dict[str, Any], arguments: argparse.Namespace,
     await loop.close()
 
 
-def sglang(size: str, model: dict[str, Any], arguments: argparse.Namespace, report: Report) -> None:
-    import sglang as sgl
-
-    from omniflow.engine.sglang_settings import graph_sizes
-
-    engine = sgl.Engine(
-        **model,
-        attention_backend="triton",
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        skip_tokenizer_init=True,
-        max_total_tokens=arguments.kv_tokens,
-        max_running_requests=max(arguments.batches),
-        mem_fraction_static=0.95,
-        cuda_graph_bs_decode=graph_sizes(max(arguments.batches)),
-        disable_prefill_cuda_graph=True,
-        log_level="error",
-    )
-    for batch in arguments.batches:
-        rows = [
-            engine.loop.run_until_complete(sglang_round(engine, prompts(batch, 50 + number), arguments.tokens))
-            for number in range(arguments.rounds + 1)
-        ]
-        report.add(median_of(rows[1:]), size, str(batch))
-    engine.shutdown()
-
-
-async def sglang_round(engine: Any, asked: list[list[int]], tokens: int) -> dict[str, float]:
-    first: list[float] = []
-    begin = time.perf_counter()
-
-    async def read(ids: list[int]) -> None:
-        seen = False
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        async for _ in await engine.async_generate(input_ids=ids, sampling_params=sampling, stream=True):
-            if not seen:
-                first.append(time.perf_counter() - begin)
-            seen = True
-
-    async with asyncio.TaskGroup() as group:
-        for ids in asked:
-            group.create_task(read(ids))
-    return summary(first, time.perf_counter() - begin, len(asked), tokens)
-
-
 def copy_bandwidth() -> float:
     """Bytes a second, read and written, of a large copy on the device."""
     source = torch.randint(0, 255, (4 << 30,), dtype=torch.uint8, device="cuda")
@@ -329,7 +263,7 @@ def copy_bandwidth() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["llama", "steps", "sglang"])
+    parser.add_argument("part", choices=["llama", "steps"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=[*LLAMAS, "smollm2"])
     parser.add_argument("--smollm2", default="smollm2-135m-instruct", help="folder of SmolLM2's weights, or its name")
@@ -342,10 +276,7 @@ def main() -> None:
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:
             model = model_settings(size, folder, arguments)
-            if arguments.part == "sglang":
-                sglang(size, model, arguments, report)
-            else:
-                asyncio.run({"llama": llama, "steps": steps}[arguments.part](size, model, arguments, report))
+            asyncio.run({"llama": llama, "steps": steps}[arguments.part](size, model, arguments, report))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ import torch
 
 from actors.ming.config import AUDIO, IMAGE, Thinker
 from actors.ming.prompt import Grid, places
-from bench.gpu.engine import copy_bandwidth, prompts
+from bench.gpu.engine import copy_bandwidth
 from bench.gpu.report import Report
+from bench.gpu.rounds import prompts
 from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.group import follow, lead
 from omniflow.engine.ranks import ALONE, Ranks

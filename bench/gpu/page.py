@@ -15,8 +15,8 @@ RESULTS = ROOT / "bench/results/gpu_transports.json"
 PAGE = ROOT / "docs/gpu_transports.md"
 SIZES = {str(2**16): "64 KB", str(2**20): "1 MB", str(2**22): "4 MB", str(2**24): "16 MB", str(2**26): "64 MB"}
 ALONE = ("bare torch.distributed", "NCCL's calls", "NCCL's calls, registered")
-NCCL_SETTINGS = ("64 channels", "chunks of 128 KB", "both", "no clusters")
-"""As in transports.py, which wants torch."""
+NCCL_WITH = "nccl between GPUs, "
+"""Begins the names of parts that had settings of their own, as on uvloop."""
 HEAD = """\
 # GPU transports
 
@@ -88,9 +88,8 @@ def two_gpus(parts: dict[str, Any]) -> list[str]:
     names = {
         "omniflow, cuda_ipc between GPUs": "cuda_ipc between GPUs",
         "omniflow, nccl": "nccl between GPUs",
-        "omniflow, nccl, again": "nccl between GPUs, 32 channels",
         "omniflow, nccl on uvloop": "nccl between GPUs (uvloop)",
-        **{f"the same, {name}": f"nccl between GPUs, {name}" for name in NCCL_SETTINGS},
+        **{f"the same, {name.removeprefix(NCCL_WITH)}": name for name in parts if name.startswith(NCCL_WITH)},
         "omniflow, cuda_ipc between GPUs, on uvloop": "cuda_ipc between GPUs (uvloop)",
         "through the host's memory": "host bounce between GPUs",
     }

@@ -47,7 +47,7 @@ from bench.gpu.peers import (
     torch_queue,
 )
 from bench.gpu.report import ROOT, Report, machine
-from omniflow.devices import Gpus
+from omniflow.devices import NCCL_CHUNK, Gpus
 from omniflow.errors import ErrorInfo
 from omniflow.messages import Message
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
@@ -67,14 +67,12 @@ TYPES: dict[int, Any] = {
 MEASURE, TIMES, ECHO, KEEP, WORD, STREAM = 1, 2, 3, 4, 5, 6
 """Edges: answered with times; those times; sent back; kept; a word, answered with times; only the last is answered."""
 NCCL_SETTINGS = {
-    "64 channels": {"NCCL_MIN_P2P_NCHANNELS": "64"},
-    "chunks of 128 KB": {"NCCL_P2P_NVL_CHUNKSIZE": "131072", "NCCL_BUFFSIZE": "1048576"},
-    "both": {"NCCL_MIN_P2P_NCHANNELS": "64", "NCCL_P2P_NVL_CHUNKSIZE": "131072", "NCCL_BUFFSIZE": "1048576"},
-    "no clusters": {"NCCL_CGA_CLUSTER_SIZE": "0"},
+    "NCCL's own chunks": {"NCCL_P2P_NVL_CHUNKSIZE": "524288"},
+    "chunks of 64 KB": {"NCCL_P2P_NVL_CHUNKSIZE": "65536"},
+    "64 channels": {"NCCL_P2P_NVL_CHUNKSIZE": "524288", "NCCL_MIN_P2P_NCHANNELS": "64"},
+    "64 channels, chunks of 128 KB": {"NCCL_MIN_P2P_NCHANNELS": "64"},
 }
-"""NCCL 2.28.9 sends a value between two ranks by half of its channels, in chunks of 512 KB, by way of buffers of the
-receiver's, which hold 8: of 16 MB each of 16 channels has two, so little of the way in overlaps with the way out.
-"""
+"""Beside what a host has, `devices.NCCL_CHUNK`."""
 UVLOOP = {"use_uvloop": True}
 PART_S = 60
 
@@ -551,6 +549,8 @@ def main() -> None:
     parser.add_argument("--child", nargs=3)
     parser.add_argument("--alone", choices=ALONE)
     arguments = parser.parse_args()
+    for name, value in NCCL_CHUNK.items():
+        os.environ.setdefault(name, value)
     if arguments.child:
         options = {"use_uvloop": bool(os.environ["BENCH_UVLOOP"])}
         anyio.run(run_child, *arguments.child[:2], int(arguments.child[2]), backend_options=options)

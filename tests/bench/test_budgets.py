@@ -28,12 +28,17 @@ def test_weights_and_keys_are_those_of_the_models(tmp_path: Path) -> None:
     assert CODEC_WEIGHTS == sum(each.numel() for each in sounds.parameters())
 
 
-def test_a_budget_is_held_where_all_orders_are_alike_and_nobody_gets_more() -> None:
-    def found(**of_last: Any) -> dict[str, Any]:
-        row = {"bytes": 1000, "more": "is refused"}
+def test_a_budget_is_held_where_it_is_used_all_orders_are_alike_and_nobody_gets_more() -> None:
+    cap = BUDGETS["a"].cap
+
+    def found(share: float = 0.99, **of_last: Any) -> dict[str, Any]:
+        row = {"bytes": int(cap * share), "more": "is refused"}
         return {order: {"a": row | (of_last if order == ORDERS[-1] else {})} for order in ORDERS}
 
-    assert verdict("a", found(bytes=1019))["held"]
-    assert not verdict("a", found(bytes=1021))["held"]
+    assert verdict("a", found())["held"]
+    assert verdict("a", found(bytes=int(cap * 0.999)))["held"]
+    assert not verdict("a", found(bytes=int(cap * 0.97)))["held"]
+    assert not verdict("a", found(share=0.9))["held"]
+    assert not verdict("a", found(bytes=int(cap * 1.03)))["held"]
     assert not verdict("a", found(more="was given"))["held"]
     assert verdict("a", found(failed="died"))["failed"] == ["died"]
