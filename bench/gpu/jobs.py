@@ -124,7 +124,6 @@ ROWS = (
         "python -m bench.gpu.kills --model {smollm2} --json {json}",
         70,
         "kill -9 of a thinker under load",
-        late=True,
     ),
     Job(
         "transports.two",
@@ -157,7 +156,7 @@ ROWS = (
         after="media.write",
     ),
     Job("tp.rates", "python -m bench.gpu.tp rates --tp 2 --json {json}", 60, "tokens/s of tp=2", gpus="2"),
-    Job("tp.rates_1", "python -m bench.gpu.tp rates --tp 1 --json {json}", 65, "tokens/s of tp=1", late=True),
+    Job("tp.rates_1", "python -m bench.gpu.tp rates --tp 1 --json {json}", 65, "tokens/s of tp=1"),
     Job(
         "graph",
         "python -m bench.gpu.two_gpus --model {smollm2} --vocoder {piper} --rounds 2 --tokens 40 --json {json}",
@@ -206,7 +205,6 @@ ROWS = (
         40,
         "text to speech: first sound, requests/s by clients",
         after="ming.write",
-        late=True,
     ),
     Job(
         "ming.together",
