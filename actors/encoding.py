@@ -13,6 +13,7 @@ from actors.stage import ModelStage
 from actors.threads import Threads, in_order
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import nn
 
@@ -199,3 +200,18 @@ def placed(module: ModuleT, device: str, wanted: DtypeName) -> ModuleT:
     if device != "cpu":
         torch.backends.cuda.enable_cudnn_sdp(False)
     return module.to(device, dtype_for(wanted, device))
+
+
+def on_host(tensor: torch.Tensor) -> np.ndarray:
+    """Its values, in memory of their own where it is on a GPU.
+
+    A GPU copies into memory that stays where it is, which torch keeps for the next: 17 MB into any other took an H200
+    14 ms, as long as the pass over the image.
+    """
+    import torch
+
+    if not tensor.is_cuda:
+        return tensor.numpy()
+    staged = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    values: np.ndarray = staged.copy_(tensor).numpy()
+    return values.copy()

@@ -17,6 +17,7 @@ from torch import nn
 
 from actors.attention import attend_apart
 from actors.checkpoint import built, read_tensors
+from actors.encoding import on_host
 from actors.ming.config import Audio, AudioConfig, Whisper
 
 AUDIO_PREFIXES = ("audio.", "linear_proj_audio.")
@@ -47,7 +48,7 @@ class AudioTower(nn.Module):
         conv, _, *rest = self.linear_proj_audio
         heard = [convolved(clip, cast("nn.Conv1d", conv)) for clip in self.audio.ln_post(x).split(lengths)]
         rows = nn.Sequential(*rest)(torch.cat(heard)).float().split([len(each) for each in heard])
-        yield [(F.normalize(each, dim=-1) if self._normalise else each).cpu().numpy() for each in rows]
+        yield [on_host(F.normalize(each, dim=-1) if self._normalise else each) for each in rows]
 
 
 def num_rows(config: Audio, frames: int) -> int:

@@ -15,6 +15,7 @@ from torch import nn
 
 from actors.attention import attend_apart
 from actors.checkpoint import built, read_tensors
+from actors.encoding import on_host
 from actors.ming.config import Pixels, Vision, VisionConfig
 from actors.ming.pixels import Shown
 
@@ -64,7 +65,7 @@ class VisionTower(nn.Module):
         rows = F.normalize(self.linear_proj(self.vision.merger(x)).float(), dim=-1)
         square = self.sizes.spatial_merge_size**2
         counts = [len(each.values) // square for each in seen]
-        yield [each.cpu().numpy() for each in torch.split(rows, counts)]
+        yield [on_host(each) for each in torch.split(rows, counts)]
 
     def _inputs(self, seen: Shown) -> torch.Tensor:
         """The patches embedded, and where each is in its frame: [patches, hidden]."""
