@@ -83,11 +83,11 @@ ROWS = (
     test("hosts", "-m gpu tests/test_gpu_hosts.py", 45, "hosts on one GPU: tensors, kills, budgets", timed=True),
     test("hosts_2", "-m gpu -k 'between or nccl' tests/test_gpu_hosts.py", 60, "the same on two", gpus="2", timed=True),
     # What does it take?
-    Job("engine.1b", f"{ENGINE} llama --sizes 1b --rounds 15 --json {{json}}", 125, "actor / bare loop, sgl.Engine"),
+    Job("engine.1b", f"{ENGINE} llama --sizes 1b --rounds 12 --json {{json}}", 105, "actor / bare loop, sgl.Engine"),
     Job(
         "engine.smollm2",
-        f"{ENGINE} llama --sizes smollm2 --smollm2 {{smollm2}} --rounds 15 --json {{json}}",
-        125,
+        f"{ENGINE} llama --sizes smollm2 --smollm2 {{smollm2}} --rounds 12 --json {{json}}",
+        105,
         "the same with small real weights",
     ),
     Job(
