@@ -34,18 +34,20 @@ As of the last run below, and of those before it for what it has not measured.
 
 | aim | found |
 |---|---|
-| CUDA IPC hop at most 100 µs and flat, 64 KB to 64 MB | held 57-65 µs, ready 71-79 µs; on uvloop 39-54 and 48-73 |
-| at least 4 times faster than torch.multiprocessing | 4.0 to 4.8 times (ready) |
-| at least 20 times faster than through the host at 64 MB | 568 and 591 times, in the two earlier runs |
-| edge between two GPUs at most 100 µs more than bare torch.distributed below 16 MB | 31-39 µs more |
-| edge between two GPUs at least 0.9 times bare GB/s from 16 MB up | 1.02 and 1.04 times, one value at a time; 1.14 and 1.11 times in a stream |
-| the same two by NCCL (`runtime.between_gpus=nccl`) | **missed**: 94-131 µs more (60-71 in a second run); 0.69 and 0.82 times, in a stream 0.69 and 0.99 |
+| CUDA IPC hop at most 100 µs and flat, 64 KB to 64 MB | held 60-66 µs, ready 71-95 µs; on uvloop 53-66 and 67-81 |
+| at least 4 times faster than torch.multiprocessing | 4.5 to 6.6 times (ready) |
+| at least 20 times faster than through the host at 64 MB | 853 times |
+| edge between two GPUs at most 100 µs more than bare torch.distributed below 16 MB | 23-31 µs more (ready) |
+| edge between two GPUs at least 0.9 times bare GB/s from 16 MB up | 0.95 and 1.11 times, one value at a time (there and back 0.98 and 1.16); 1.16 and 1.12 times in a stream |
+| the same two by NCCL (`runtime.between_gpus=nccl`) | 45-85 µs more (ready). In a stream, in chunks of 128 KB, 0.97 and 0.97 times (in NCCL's own of 512 KB **0.69** and 0.99); one value at a time **0.66** and 0.88 |
 | `kill -9`: seen; streams go on; memory back | 0.3-4 ms; 1-23 ms; all of it |
 | two hosts on GPUs up; back after `kill -9` | 2.9-5.5 s; 3.6-4.6 s |
 
-What was not run on GPUs: more than two of them; GPUs without NVLink. Nor what has changed since the last run below: an
-NCCL edge asks less of torch for each value, and its two ends meet in a communicator that can be given up; an edge of
-`cuda_ipc` between two GPUs takes no memory of the sender's.
+A value of 16 MB takes bare NCCL 82 µs; on an edge of NCCL the two ends meet for each value, which is some 40 µs of its 120 to 137. An edge of `cuda_ipc`, the
+default between GPUs, has nothing to meet for.
+
+What was not run on GPUs: more than two of them; GPUs without NVLink. In "nccl, chunks of 128 KB" of the last run NCCL's buffers were also made smaller, which
+hosts do not do (`devices.NCCL_CHUNK`).
 """  # noqa: E501 - rows of a table
 
 
