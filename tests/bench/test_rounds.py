@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.rounds import Turns, prompts, quartiles
+from bench.gpu.rounds import WARM_TOKENS, Round, Turns, prompts, quartiles
 from bench.gpu.sgl_engine import SglEngine
 
 SGLANG = """\
@@ -30,23 +30,24 @@ class Engine:
 
 
 @pytest.mark.anyio
-async def test_each_order_comes_as_often_and_the_first_rounds_do_not_count() -> None:
+async def test_each_order_comes_as_often_after_a_warm_up_and_the_first_rounds_do_not_count() -> None:
     asked: list[tuple[str, int]] = []
+    numbers: set[int] = set()
 
-    async def of(name: str, batch: int, tokens: int, number: int) -> dict[str, float]:
-        asked.append((name, number))
-        return {"tokens_per_s": float(number)}
+    def of(name: str) -> Round:
+        async def contender(batch: int, tokens: int, number: int) -> dict[str, float]:
+            asked.append((name, tokens))
+            numbers.add(number)
+            return {"tokens_per_s": float(number)}
 
-    async def a(batch: int, tokens: int, number: int) -> dict[str, float]:
-        return await of("a", batch, tokens, number)
+        return contender
 
-    async def b(batch: int, tokens: int, number: int) -> dict[str, float]:
-        return await of("b", batch, tokens, number)
-
-    found = await Turns({"a": a, "b": b}).take(8, 32, 2)
-    assert asked == [("a", 1), ("b", 2), ("b", 3), ("a", 4), ("a", 5), ("b", 6)]
-    assert [row["tokens_per_s"] for row in found["a"]] == [4.0, 5.0]
-    assert [row["tokens_per_s"] for row in found["b"]] == [3.0, 6.0]
+    found = await Turns({"a": of("a"), "b": of("b")}).take(8, 32, 2)
+    order = ["a", "b", "b", "a", "a", "b"]
+    assert asked == [(name, tokens) for name in order for tokens in (WARM_TOKENS, 32)]
+    assert len(numbers) == len(asked)
+    assert [row["tokens_per_s"] for row in found["a"]] == [8.0, 10.0]
+    assert [row["tokens_per_s"] for row in found["b"]] == [6.0, 12.0]
 
 
 def test_ratios_are_those_of_rounds_next_to_each_other() -> None:
