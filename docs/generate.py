@@ -46,7 +46,7 @@ variables are read: `OMNIFLOW_CACHE` (the folder of the weights) and, for `hf:` 
 MING = {
     "the checkpoint: sizes, names, layout": "__init__ config tensors weights",
     "networks: thinker, towers, talker, AudioVAE": "audio_slots audio_tower audio_vae dit talker thinker_model "
-    "vision_tower",
+    "vision_layers vision_tower window_vision",
     "stages": "hearing merging seeing speaking thinking vocoder voices",
     "what goes in: prompt, pixels, script": "prompt pixels script",
     "the thinker on SGLang": "thinker_sglang sglang_model/__init__ sglang_model/loading sglang_model/thinker",

@@ -1,4 +1,5 @@
-"""Ming itself: what the profiles `tiny`, `ming-flash-omni-2.0` and `ming-omni-tts` of `ming_omni` bind, and for what.
+"""Ming itself: what the profiles `tiny`, `ming-flash-omni-2.0`, `ming-flash-omni-preview` and `ming-omni-tts` of
+`ming_omni` bind, and for what.
 
 Budgets are the weights at their real sizes, keys and values, and an estimate of the rest.
 """
@@ -16,10 +17,14 @@ from actors.segmenter import Segmenter
 from omniflow import CHECKPOINT, Budget, Checkpoint, absent, bind, one_for_one
 
 _MODEL_TYPE = "bailingmm_moe_v2_lite"
-tiny_checkpoint = Checkpoint("ming-tiny", {"model_type": _MODEL_TYPE, "llm_config.hidden_size": range(1, 1025)})
-flash_checkpoint = Checkpoint(
-    "hf:inclusionAI/Ming-flash-omni-2.0",
-    {"model_type": _MODEL_TYPE, "vision_config.model_type": ("qwen3_moe_vit", None)},
+_EYES = {"vision_config.model_type": ("qwen3_moe_vit", None)}
+tiny_checkpoint = Checkpoint(
+    "ming-tiny", {"model_type": _MODEL_TYPE, "llm_config.hidden_size": range(1, 1025), **_EYES}
+)
+flash_checkpoint = Checkpoint("hf:inclusionAI/Ming-flash-omni-2.0", {"model_type": _MODEL_TYPE, **_EYES})
+preview_checkpoint = Checkpoint(
+    "hf:inclusionAI/Ming-flash-omni-Preview",
+    {"model_type": _MODEL_TYPE, "vision_config.model_type": "qwen2_5_vit"},
 )
 tts_checkpoint = Checkpoint("hf:inclusionAI/Ming-omni-tts-0.5B", {"model_type": "dense"})
 
@@ -65,6 +70,13 @@ flash = {
         memory=_thinks,
         **_gpu,
     ),
+}
+_is_mute = absent("the talker of Ming-flash-omni-preview is not built here: ask for text, or take Ming-flash-omni-2.0")
+_sees_in_windows = Budget(weights="1.6 GB", workspace="5 GB")
+preview = {
+    **flash,
+    **dict.fromkeys((*_speech, "segment"), _is_mute),
+    "image_encoder": bind(MingImageEncoder, memory=_sees_in_windows, **_gpu),
 }
 _only_speaks = absent("Ming-omni-tts only speaks: send its text to /v1/audio/speech")
 tts = {**dict.fromkeys(tiny, _only_speaks), "segment": tiny["segment"], **_speech}

@@ -85,6 +85,12 @@ graph.profile(
     **_ming.flash,
 )
 graph.profile(
+    "ming-flash-omni-preview",
+    "what was released before it: the same thinker and ears, other eyes, and no speech here",
+    _ming.preview_checkpoint,
+    **_ming.preview,
+)
+graph.profile(
     "ming-omni-tts",
     "Ming-omni-tts-0.5B, or the talker of Ming-flash-omni alone: speech from text on one GPU",
     _ming.tts_checkpoint,

@@ -37,7 +37,7 @@ from omniflow.config import Layer, configure, set_layer
 from omniflow.topology import parse_bytes
 from tests.running import INLINE
 
-FLASH = "ming-flash-omni-2.0"
+FLASH, PREVIEW = "ming-flash-omni-2.0", "ming-flash-omni-preview"
 CONFIGS = json.loads((Path(__file__).parent / "actors/ming/fixtures/flash_omni_2.json").read_text())["configs"]
 ROOT: dict[str, Any] = CONFIGS["."]
 
@@ -47,6 +47,7 @@ ROOT: dict[str, Any] = CONFIGS["."]
     [
         (ROOT, FLASH),
         ({**ROOT, "vision_config": {"depth": 27}}, FLASH),
+        ({**ROOT, "vision_config": {"model_type": "qwen2_5_vit"}}, PREVIEW),
         ({**ROOT, "llm_config": {"hidden_size": 64}}, "tiny"),
         ({"model_type": "dense", "llm_config": {"hidden_size": 896}}, "ming-omni-tts"),
     ],
@@ -58,8 +59,8 @@ def test_a_checkpoint_finds_its_profile(config: dict[str, Any], profile: str) ->
 @pytest.mark.parametrize(
     ("config", "found"),
     [
-        # Ming-flash-omni-preview sees with another tower, and Ming-lite-omni has other parts throughout.
-        ({**ROOT, "vision_config": {"model_type": "qwen2_5_vit"}}, "vision_config.model_type qwen2_5_vit"),
+        # Ming-lite-omni has other parts throughout.
+        ({**ROOT, "vision_config": {"model_type": "other_vit"}}, "vision_config.model_type other_vit"),
         ({"model_type": "bailingmm", "llm_config": {"hidden_size": 2048}}, "model_type bailingmm"),
         ({}, "no model_type"),
     ],
@@ -69,7 +70,7 @@ def test_its_relatives_are_refused_by_what_they_are(config: dict[str, Any], foun
         graph.profile_for("x", config)
 
 
-@pytest.mark.parametrize("name", ["tiny", FLASH, "ming-omni-tts"])
+@pytest.mark.parametrize("name", ["tiny", FLASH, PREVIEW, "ming-omni-tts"])
 def test_one_checkpoint_is_that_of_all_stages(name: str) -> None:
     profile = graph.profiles[name]
     layer = Layer("--model", dict.fromkeys(profile.of_checkpoint, "/other"))

@@ -131,7 +131,7 @@ class Audio(msgspec.Struct, frozen=True):
 
 
 class Vision(msgspec.Struct, frozen=True):
-    """The part `vision_config`, as Qwen3-VL has it. Ming-flash-omni-preview has another kind, which is refused."""
+    """The part `vision_config`, as Qwen3-VL has it, or Qwen2.5-VL (`is_windowed`), as Ming-flash-omni-preview."""
 
     depth: int = 27
     hidden_size: int = 1152
@@ -144,14 +144,27 @@ class Vision(msgspec.Struct, frozen=True):
     out_hidden_size: int = 3584
     num_position_embeddings: int = 2304
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
-    hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
-    model_type: Literal["qwen3_moe_vit"] = "qwen3_moe_vit"
+    hidden_act: Literal["gelu_pytorch_tanh", "silu"] = "gelu_pytorch_tanh"
+    model_type: Literal["qwen3_moe_vit", "qwen2_5_vit"] = "qwen3_moe_vit"
+    window_size: int = 112
+    """Pixels of a side of a window, where there are windows."""
+    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+    """Layers that see whole frames nevertheless."""
 
     def __post_init__(self) -> None:
+        if (self.hidden_act == "silu") != self.is_windowed:
+            raise ValueError(f"a {self.model_type} with hidden_act {self.hidden_act} is not one of Ming's")
+        if self.is_windowed and self.window_size < self.cell:
+            raise ValueError(f"window_size {self.window_size} is less than the {self.cell} pixels of one input")
         if self.hidden_size % (4 * self.num_heads):
             raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of 4 * num_heads {self.num_heads}")
         if math.isqrt(self.num_position_embeddings) ** 2 != self.num_position_embeddings:
             raise ValueError(f"num_position_embeddings {self.num_position_embeddings} is not a square")
+
+    @property
+    def is_windowed(self) -> bool:
+        """True for the kind of Qwen2.5-VL."""
+        return self.model_type == "qwen2_5_vit"
 
     @property
     def patch_dim(self) -> int:
@@ -195,6 +208,24 @@ class VisionConfig(msgspec.Struct, frozen=True):
         return _read(folder, VisionConfig, "has no vision tower of Ming's")
 
 
+class _Eyes(msgspec.Struct, frozen=True):
+    model_type: str = "qwen3_moe_vit"
+
+
+class _WithEyes(msgspec.Struct, frozen=True):
+    vision_config: _Eyes = _Eyes()
+
+
+def tells_times(folder: Path) -> bool:
+    """Whether frames of clips are written as images, each behind its time: as its processor says, or else by all but
+    the preview's. Raises WeightsError.
+    """
+    told = Pixels.load(folder).use_interleaved_frame_timestamp
+    if told is not None:
+        return told
+    return _read(folder, _WithEyes, "is no Ming's").vision_config.model_type != "qwen2_5_vit"
+
+
 class Pixels(msgspec.Struct, frozen=True):
     """preprocessor_config.json: how large and how bright images are shown, and how clips are written; by default as the
     processor of Ming-flash-omni-2.0 does it.
@@ -204,8 +235,8 @@ class Pixels(msgspec.Struct, frozen=True):
     max_pixels: int = 1280 * 32 * 32
     image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     image_std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
-    use_interleaved_frame_timestamp: bool = True
-    """Each frame of a clip is written as an image, and before it when it is."""
+    use_interleaved_frame_timestamp: bool | None = None
+    """See `tells_times`."""
 
     @staticmethod
     def load(folder: Path) -> Pixels:

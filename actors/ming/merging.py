@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from actors.ming.config import AUDIO, IMAGE, Pixels, Thinker
+from actors.ming.config import AUDIO, IMAGE, Thinker, tells_times
 from actors.ming.prompt import (
     AUDIO_TOKENS,
     CLIP_TOKENS,
@@ -56,7 +56,7 @@ class MingMerge(ModelStage, MergeRole):
         folder = self._weights.path()
         config = await self.offload(Thinker.load, folder)
         self._hidden_size = config.hidden_size
-        self._tells_times = (await self.offload(Pixels.load, folder)).use_interleaved_frame_timestamp
+        self._tells_times = await self.offload(tells_times, folder)
         self._vocabulary = await self.offload(Vocabulary, folder)
         self._length = PromptLength(config.max_position_embeddings, self._vocabulary.count)
 

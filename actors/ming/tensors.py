@@ -24,13 +24,18 @@ def model_shapes(config: Config) -> Shapes:
     hidden, depth = llm["hidden_size"], config["mlp_depth"]
     whisper = audio["whisper_encoder_config"]
     found = _under("model.", dict(_thinker(llm)))
-    found |= _under("vision.", dict(_vision(vision)))
+    found |= _under("vision.", vision_shapes(vision))
     found |= _under("audio.", dict(_whisper(whisper)))
     found |= dict(_linear("linear_proj.0", vision["out_hidden_size"], hidden))
     for layer in range(1, depth):
         found |= dict(_linear(f"linear_proj.{2 * layer}", hidden, hidden))
         found |= dict(_linear(f"linear_proj_audio.{2 * layer + 1}", hidden, hidden))
     return found | _conv("linear_proj_audio.0", whisper["n_state"], hidden, audio["ds_kernel_size"])
+
+
+def vision_shapes(vision: Config) -> Shapes:
+    """What lies below `vision.`: Qwen3-VL's transformer, or Qwen2.5-VL's, which the preview has."""
+    return dict(_windowed_vision(vision) if vision.get("model_type") == "qwen2_5_vit" else _vision(vision))
 
 
 def talker_shapes(config: Config, llm: Config) -> Shapes:
@@ -141,6 +146,24 @@ def _vision(vision: Config) -> Entries:
         yield from _layer_norm(f"{at}.norm", normed)
         yield from _linear(f"{at}.linear_fc1", merged, merged)
         yield from _linear(f"{at}.linear_fc2", merged, out)
+
+
+def _windowed_vision(vision: Config) -> Entries:
+    hidden, inner = vision["hidden_size"], vision["intermediate_size"]
+    side, merged = vision["patch_size"], hidden * vision["spatial_merge_size"] ** 2
+    yield "patch_embed.proj.weight", (hidden, vision["in_channels"], vision["temporal_patch_size"], side, side)
+    for layer in range(vision["depth"]):
+        at = f"blocks.{layer}"
+        yield f"{at}.norm1.weight", (hidden,)
+        yield f"{at}.norm2.weight", (hidden,)
+        yield from _linear(f"{at}.attn.qkv", hidden, 3 * hidden)
+        yield from _linear(f"{at}.attn.proj", hidden, hidden)
+        yield from _linear(f"{at}.mlp.gate_proj", hidden, inner)
+        yield from _linear(f"{at}.mlp.up_proj", hidden, inner)
+        yield from _linear(f"{at}.mlp.down_proj", inner, hidden)
+    yield "merger.ln_q.weight", (hidden,)
+    yield from _linear("merger.mlp.0", merged, merged)
+    yield from _linear("merger.mlp.2", merged, vision["out_hidden_size"])
 
 
 def _whisper(whisper: Config) -> Entries:

@@ -113,10 +113,12 @@ def write(_source: Path, folder: Path) -> None:
     write_checkpoint(folder)
 
 
-def write_checkpoint(folder: Path, seed: int = 0, llm: Mapping[str, Any] = LLM) -> None:
-    """Write the checkpoint of `seed` into `folder`; `llm` has the sizes of its thinker."""
+def write_checkpoint(
+    folder: Path, seed: int = 0, llm: Mapping[str, Any] = LLM, vision: Mapping[str, Any] = VISION
+) -> None:
+    """Write the checkpoint of `seed` into `folder`; `llm` has the sizes of its thinker, `vision` those of its eyes."""
     thinker, talker = tokenizer_of(THINKER_CONTROLS), tokenizer_of(TALKER_CONTROLS)
-    config = _config(thinker, llm)
+    config = {**_config(thinker, llm), "vision_config": vision}
     talker_llm = {**TALKER_LLM, "vocab_size": talker.get_vocab_size()}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"eos_token_id": thinker.token_to_id("<|role_end|>")})
@@ -143,7 +145,6 @@ def _config(tokenizer: Tokenizer, llm: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": "bailingmm_moe_v2_lite",
         "mlp_depth": 2,
         "llm_config": {**llm, **own, "vocab_size": tokenizer.get_vocab_size()},
-        "vision_config": VISION,
         "audio_config": {
             "ds_kernel_size": 3,
             "ds_stride": 2,

@@ -105,10 +105,15 @@ async def test_places_are_those_of_the_pictures_in_the_text(merge: MingMerge) ->
     assert result.places.T.tolist() == by_definition(parts)
 
 
-async def test_without_times_a_clip_is_one_grid_of_its_frames(folder: Path, tmp_path: Path) -> None:
-    """As the older processor writes it."""
+@pytest.mark.parametrize("told", [True, False])
+async def test_without_times_a_clip_is_one_grid_of_its_frames(folder: Path, tmp_path: Path, told: bool) -> None:
+    """As the older processor writes it, which is the preview's, whose own config does not say so."""
     other = shutil.copytree(folder, tmp_path / "other")
-    (other / "preprocessor_config.json").write_text(json.dumps({"use_interleaved_frame_timestamp": False}))
+    config = json.loads((other / "config.json").read_text())
+    if told:
+        (other / "preprocessor_config.json").write_text(json.dumps({"use_interleaved_frame_timestamp": False}))
+    else:
+        (other / "config.json").write_text(json.dumps(config | {"vision_config": {"model_type": "qwen2_5_vit"}}))
     merge = MingMerge(model=str(other))
     await merge.setup()
     result = await merge.run(user("a", 0), None, seen((3, 2, 2), videos=(0,)), context())

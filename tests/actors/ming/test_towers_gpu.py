@@ -42,6 +42,7 @@ CONFIG: dict[str, Any] = {
     },
 }
 """Heads of 64 and of 72."""
+WINDOWED = {"model_type": "qwen2_5_vit", "hidden_act": "silu", "window_size": 64, "fullatt_block_indexes": [1, 3]}
 EXACT, NEAR = 1e-4, 0.1
 """How far rows, of length 1, may be from those of a CPU in float32: in float32, and in bfloat16 (0.035 on the CPU)."""
 ON = [
@@ -80,6 +81,13 @@ def vision_tower() -> VisionTower:
     return tower
 
 
+def windowed_tower() -> VisionTower:
+    config = CONFIG | {"vision_config": CONFIG["vision_config"] | WINDOWED}
+    tower = random_tower(VisionTower(msgspec.convert(config, VisionConfig), Pixels()))
+    assert isinstance(tower, VisionTower)
+    return tower
+
+
 def mels() -> list[np.ndarray]:
     random = np.random.default_rng(0)
     return [random.standard_normal((128, frames)).astype(np.float32) for frames in (60, 7, 30, 60)]
@@ -94,7 +102,11 @@ def images() -> list[Shown]:
     ]
 
 
-TOWERS = [pytest.param(audio_tower, mels, id="audio"), pytest.param(vision_tower, images, id="vision")]
+TOWERS = [
+    pytest.param(audio_tower, mels, id="audio"),
+    pytest.param(vision_tower, images, id="vision"),
+    pytest.param(windowed_tower, images, id="windows"),
+]
 
 
 def furthest(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
