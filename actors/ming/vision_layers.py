@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -62,3 +62,18 @@ class Attention(nn.Module):
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     turned = x * cos + x.roll(x.shape[-1] // 2, -1) * sin  # in float32, as `cos` is
     return turned.to(x.dtype)
+
+
+class Block(nn.Module):
+    """A layer over patches [n, hidden]: attention and `mlp`, each behind a norm that `norm` makes."""
+
+    def __init__(self, sizes: Vision, norm: Callable[[int, float], nn.Module], mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norm(sizes.hidden_size, NORM_EPS), norm(sizes.hidden_size, NORM_EPS)
+        self.attn = Attention(sizes)
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x), cos, sin, lengths)
+        y: torch.Tensor = x + self.mlp(self.norm2(x))
+        return y

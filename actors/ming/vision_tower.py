@@ -17,7 +17,7 @@ from actors.checkpoint import built, read_tensors
 from actors.encoding import on_host
 from actors.ming.config import Pixels, Vision, VisionConfig
 from actors.ming.pixels import Shown
-from actors.ming.vision_layers import NORM_EPS, Attention, PatchEmbed, patch_order, turns
+from actors.ming.vision_layers import NORM_EPS, Block, PatchEmbed, patch_order, turns
 from actors.ming.window_vision import WindowedEncoder
 
 VISION_PREFIXES = ("vision.", "linear_proj.")
@@ -99,20 +99,6 @@ class _Mlp(nn.Module):
         return y
 
 
-class _Block(nn.Module):
-    def __init__(self, sizes: Vision) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(sizes.hidden_size, NORM_EPS)
-        self.norm2 = nn.LayerNorm(sizes.hidden_size, NORM_EPS)
-        self.attn = Attention(sizes)
-        self.mlp = _Mlp(sizes)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), cos, sin, lengths)
-        y: torch.Tensor = x + self.mlp(self.norm2(x))
-        return y
-
-
 class _Merger(nn.Module):
     """Squares of patches become one: [patches, hidden] -> [patches / merge ** 2, out_hidden]."""
 
@@ -133,7 +119,7 @@ class _Encoder(nn.Module):
         super().__init__()
         self.patch_embed = PatchEmbed(sizes)
         self.pos_embed = nn.Embedding(sizes.num_position_embeddings, sizes.hidden_size)
-        self.blocks = nn.ModuleList(_Block(sizes) for _ in range(sizes.depth))
+        self.blocks = nn.ModuleList(Block(sizes, nn.LayerNorm, _Mlp(sizes)) for _ in range(sizes.depth))
         self.merger = _Merger(sizes)
         self._sizes = sizes
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from actors.ming.config import Vision
-from actors.ming.vision_layers import NORM_EPS, Attention, PatchEmbed, turns
+from actors.ming.vision_layers import NORM_EPS, Block, PatchEmbed, turns
 
 
 class Windows(NamedTuple):
@@ -33,7 +33,7 @@ class WindowedEncoder(nn.Module):
     def __init__(self, sizes: Vision) -> None:
         super().__init__()
         self.patch_embed = PatchEmbed(sizes, bias=False)
-        self.blocks = nn.ModuleList(_Block(sizes) for _ in range(sizes.depth))
+        self.blocks = nn.ModuleList(Block(sizes, nn.RMSNorm, _Mlp(sizes)) for _ in range(sizes.depth))
         self.merger = _Merger(sizes)
         self._sizes = sizes
 
@@ -87,20 +87,6 @@ class _Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return y
-
-
-class _Block(nn.Module):
-    def __init__(self, sizes: Vision) -> None:
-        super().__init__()
-        self.norm1 = nn.RMSNorm(sizes.hidden_size, NORM_EPS)
-        self.norm2 = nn.RMSNorm(sizes.hidden_size, NORM_EPS)
-        self.attn = Attention(sizes)
-        self.mlp = _Mlp(sizes)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), cos, sin, lengths)
-        y: torch.Tensor = x + self.mlp(self.norm2(x))
         return y
 
 

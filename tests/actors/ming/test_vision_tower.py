@@ -16,7 +16,7 @@ from actors.ming.pixels import Shown
 from actors.ming.vision_tower import VisionTower, load_vision_tower
 from omniflow.errors import WeightsError
 from tests.actors.ming.reference import apart
-from tests.actors.ming.towers import CONFIG, HIDDEN, PIXELS, VISION, write_towers
+from tests.actors.ming.towers import CONFIG, HIDDEN, PIXELS, VISION, watched_attention, write_towers
 
 GRIDS = [(1, 2, 2), (1, 4, 6), (1, 14, 14), (1, 10, 2), (3, 4, 8), (2, 6, 6)]
 
@@ -91,14 +91,7 @@ def test_an_image_has_the_same_rows_in_any_company(tower: VisionTower) -> None:
 
 def test_frames_of_as_many_patches_attend_in_one_call(tower: VisionTower, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever sent them: on a GPU a call is a launch in each layer."""
-    shapes: list[tuple[int, ...]] = []
-    attend = F.scaled_dot_product_attention
-
-    def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        shapes.append((query.shape[0], query.shape[2]))
-        return attend(query, key, value)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    shapes = watched_attention(monkeypatch)
     rows_of(tower, [patches(grid) for grid in ((1, 4, 6), (1, 2, 2), (1, 6, 4), (3, 4, 6), (1, 2, 2))])
     assert sorted(shapes) == [(2, 4)] * 4 + [(5, 24)] * 4  # in each of the 4 layers
 

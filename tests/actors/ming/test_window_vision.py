@@ -27,20 +27,15 @@ from actors.ming.vision_tower import VisionTower, load_vision_tower
 from actors.ming.window_vision import windows
 from omniflow.errors import WeightsError
 from omniflow.media import Images
+from tests.actors.ming import towers
 from tests.actors.ming.reference import apart
-from tests.actors.ming.towers import HIDDEN, PIXELS, random_tower
+from tests.actors.ming.test_vision_tower import patches, rows_of
+from tests.actors.ming.towers import HIDDEN, PIXELS, random_tower, watched_attention
 from tests.actors.test_pictures import encoded
 
 VISION: dict[str, Any] = {
+    **towers.VISION,
     "model_type": "qwen2_5_vit",
-    "depth": 4,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 40,
     "window_size": 32,
     "fullatt_block_indexes": [1, 3],
     "hidden_act": "silu",
@@ -63,17 +58,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tower(folder: Path) -> VisionTower:
     return load_vision_tower(folder)
-
-
-def rows_of(tower: VisionTower, seen: Sequence[Shown]) -> list[torch.Tensor]:
-    *layers, rows = tower.rows(seen)
-    assert layers == [None] * 4 and rows is not None
-    return [torch.from_numpy(each) for each in rows]
-
-
-def patches(grid: tuple[int, int, int], seed: int = 0) -> Shown:
-    values = np.random.default_rng(seed).integers(0, 256, (int(np.prod(grid)), 96), dtype=np.uint8)
-    return Shown(values, grid)
 
 
 @torch.no_grad()
@@ -112,14 +96,7 @@ def test_an_image_has_the_same_rows_in_any_company(tower: VisionTower) -> None:
 
 def test_windows_of_one_size_attend_in_one_call(tower: VisionTower, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever sent them: 14 x 14 patches are a window of 8 x 8, two of 8 x 6 or 6 x 8, and one of 6 x 6."""
-    shapes: list[tuple[int, ...]] = []
-    attend = F.scaled_dot_product_attention
-
-    def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        shapes.append((query.shape[0], query.shape[2]))
-        return attend(query, key, value)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    shapes = watched_attention(monkeypatch)
     rows_of(tower, [patches((1, 14, 14)), patches((1, 8, 8)), patches((1, 14, 14), 1)])
     assert sorted(set(shapes)) == [(1, 64), (2, 36), (2, 196), (3, 64), (4, 48)]
     assert shapes.count((3, 64)) == shapes.count((1, 64)) == 2  # layers with windows, and without

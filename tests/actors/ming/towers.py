@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 from transformers import WhisperConfig
@@ -69,6 +71,19 @@ def random_tower(tower: nn.Module, seed: int = 0) -> nn.Module:
         spread = 0.2 if each.dim() == 1 else 1.0 if "pos_embed" in name else 2.0 / each[0].numel() ** 0.5
         each.data = spread * torch.randn(each.shape, generator=generator) + (1.0 if name.endswith(NORMS) else 0.0)
     return tower.requires_grad_(False).eval()
+
+
+def watched_attention(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Filled with how many spans of how many patches each call of attention has."""
+    shapes: list[tuple[int, int]] = []
+    attend = F.scaled_dot_product_attention
+
+    def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        shapes.append((query.shape[0], query.shape[2]))
+        return attend(query, key, value)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    return shapes
 
 
 def write_towers(folder: Path, seed: int = 0) -> Path:
