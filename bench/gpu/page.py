@@ -43,7 +43,8 @@ As of the last run below, and of those before it for what it has not measured.
 | `kill -9`: seen; streams go on; memory back | 0.3-4 ms; 1-23 ms; all of it |
 | two hosts on GPUs up; back after `kill -9` | 2.9-5.5 s; 3.6-4.6 s |
 
-A value of 16 MB takes bare NCCL 82 µs; on an edge of NCCL the two ends meet for each value, which is some 40 µs of its 120 to 137. An edge of `cuda_ipc`, the
+A value of 16 MB takes bare NCCL 82 µs; on an edge of NCCL, whose two ends tell each other of each value, it takes 120 to 127 there and
+back, halved. An edge of `cuda_ipc`, the
 default between GPUs, has nothing to meet for.
 
 What was not run on GPUs: more than two of them; GPUs without NVLink. In "nccl, chunks of 128 KB" of the last run NCCL's buffers were also made smaller, which
