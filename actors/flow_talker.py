@@ -47,8 +47,8 @@ class FlowTalker(EngineStage, TalkerRole, ABC, Generic[Speaker]):
     `kv_tokens` / `max_running` positions.
     """
 
-    guidance: ClassVar[float]
-    """Scale of the head's rule, as its checkpoints are meant to be run."""
+    guidance: float
+    """Scale of the head's rule, as its checkpoints are meant to be run; one may tell `prepare` another."""
     sigma: ClassVar[float]
     """Of the noise between the steps of the flow, at temperature 1."""
 

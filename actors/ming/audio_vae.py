@@ -1,4 +1,4 @@
-"""Ming's AudioVAE: sound to latents at 12.5 Hz, and latents to sound.
+"""Ming's AudioVAE: sound to latents at 12.5 Hz (50 Hz without patches, as the preview's), and latents to sound.
 
 Its decoder has a carried state instead of windows:
 
@@ -11,6 +11,8 @@ Its encoder takes a recording at once:
 
     sound -> frames of 20 ms -> two linears -> Qwen2 -> Qwen2 with a summary input behind each 4 frames -> linear
     -> mean and spread of a latent
+
+Without patches there is no second Qwen2: each frame is a latent.
 """
 
 from __future__ import annotations
@@ -191,19 +193,20 @@ class AudioVaeEncoder(nn.Module):
     def __init__(self, config: AudioVae) -> None:
         super().__init__()
         encoder = config.enc_kwargs
-        if encoder is None or config.patch_size < 1:
-            raise WeightsError("the AudioVAE's config.json tells no encoder of patches")
-        self._config, self._ratio = encoder, config.patch_size
+        if encoder is None:
+            raise WeightsError("the AudioVAE's config.json tells no encoder")
+        self._config, self._ratio = encoder, max(1, config.patch_size)
         self._inner = encoder.backbone.with_layers(_AGGREGATOR_LAYERS)
-        self.sample_rate_hz, self.samples_per_latent = config.sample_rate, config.patch_size * encoder.hop_size
+        self.sample_rate_hz, self.samples_per_latent = config.sample_rate, self._ratio * encoder.hop_size
         self.latent_dim, hidden = encoder.latent_dim, encoder.backbone.hidden_size
-        self.max_latents = encoder.backbone.max_position_embeddings // (config.patch_size + 1)
-        """For each there are the inputs of its frames, and its own."""
+        sums_up = config.patch_size > 0
+        self.max_latents = encoder.backbone.max_position_embeddings // (self._ratio + sums_up)
+        """For each there are the inputs of its frames, and its own where they are summed up."""
         self.fc1 = nn.Linear(encoder.input_dim, hidden, bias=False)
         self.fc2 = nn.Linear(hidden, hidden)
         self.encoder = Qwen2Decoder(encoder.backbone.shape)
-        self.cls_embed = nn.Parameter(torch.zeros(1, 1, hidden))
-        self.aggregator = Qwen2Decoder(self._inner.shape)
+        self.cls_embed = nn.Parameter(torch.zeros(1, 1, hidden)) if sums_up else None
+        self.aggregator = Qwen2Decoder(self._inner.shape) if sums_up else None
         self.fc3 = nn.Linear(hidden, 2 * encoder.latent_dim)
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -230,11 +233,17 @@ class AudioVaeEncoder(nn.Module):
             raise ContextLengthError(f"{num_latents} latents in one recording; at most {self.max_latents} fit")
         hidden = self.fc2(self.fc1(self._frames(samples)))
         (seen,) = step(self.encoder, [KeyValues(self._config.backbone.windows)], [hidden])
+        mean, scale = self.fc3(self._summed_up(seen, num_latents)).chunk(2, dim=-1)
+        return mean, F.softplus(scale) + _LEAST_SPREAD
+
+    def _summed_up(self, seen: torch.Tensor, num_latents: int) -> torch.Tensor:
+        """A row for each latent, of the frames [n, hidden]."""
+        if self.aggregator is None or self.cls_embed is None:
+            return seen
         patches = F.pad(seen, (0, 0, 0, num_latents * self._ratio - len(seen))).reshape(num_latents, self._ratio, -1)
         inputs = torch.cat([patches, self.cls_embed.expand(num_latents, -1, -1)], dim=1).flatten(0, 1)
         (summed,) = step(self.aggregator, [KeyValues(self._inner.windows)], [inputs])
-        mean, scale = self.fc3(summed[self._ratio :: self._ratio + 1]).chunk(2, dim=-1)
-        return mean, F.softplus(scale) + _LEAST_SPREAD
+        return summed[self._ratio :: self._ratio + 1]
 
     def _frames(self, samples: torch.Tensor) -> torch.Tensor:
         """[n, input_dim], each `hop_size` after the last; what is missing at the end is silence."""

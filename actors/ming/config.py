@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -322,11 +322,18 @@ class VaeEncoder(msgspec.Struct, frozen=True):
 class AudioVae(msgspec.Struct, frozen=True):
     """The part `audio_tokenizer_config`, and the config.json of an AudioVAE of its own folder."""
 
-    sample_rate: int
     dec_kwargs: VaeDecoder
     enc_kwargs: VaeEncoder | None = None
+    sample_rate: int = 16000
+    """By default what the programs of the authors take it for; the preview's file does not tell it."""
     patch_size: int = -1
-    """Frames of the backbone per latent; -1: one."""
+    """Frames of the backbone per latent; -1: one, which nothing sums up. Only the preview has no more."""
+    semantic_module_kwargs: Any = None
+    """A branch for understanding. With patches it makes no sound; without, a sound that is not made here."""
+
+    def __post_init__(self) -> None:
+        if self.patch_size < 1 and self.semantic_module_kwargs is not None:
+            raise ValueError("it has a semantic module and no patches: what that adds to its sound is not built here")
 
     @staticmethod
     def load(folder: Path) -> AudioVae:
@@ -345,6 +352,8 @@ class Transformer(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 28
     num_heads: int = 16
     mlp_ratio: float = 4.0
+    pe_attn_head: None = None
+    """All heads turn with the position; other numbers are refused."""
 
 
 class Flow(Transformer, frozen=True, kw_only=True):
@@ -367,6 +376,20 @@ class Dit(Flow, frozen=True, kw_only=True):
         return self.patch_size if self.history_patch_size is None else self.history_patch_size
 
 
+class Manner(msgspec.Struct, frozen=True):
+    """How a talker is run, where the programs of the authors differ from release to release."""
+
+    solver_steps: int = 10
+    """Of the flow, in a step of the talker."""
+    guidance: float = 2.0
+    """By the rule "beyond" of `omniflow.engine.flow`."""
+    min_steps: int = 4
+    """Before it has taken so many, a segment does not end."""
+    in_chat: bool = True
+    """A text stands in a chat, which tells by an embedding who speaks. The preview's stands alone: only the sound and
+    the words of a recording tell how it is to be spoken."""
+
+
 class Talker(msgspec.Struct, frozen=True):
     """config.json of a checkpoint whose backbone is dense."""
 
@@ -374,6 +397,8 @@ class Talker(msgspec.Struct, frozen=True):
     audio_tokenizer_config: AudioVae
     ditar_config: Dit
     aggregator_config: Transformer
+    manner: Manner = Manner()
+    """No part of the file: `load` knows it."""
 
     @staticmethod
     def load(folder: Path) -> Talker:
@@ -392,12 +417,16 @@ class Talker(msgspec.Struct, frozen=True):
                 f"{folders.talker}: the talker's latents have {own.latent_dim} values, and those of its AudioVAE "
                 f"{vae.dec_kwargs.latent_dim}"
             )
+        is_preview = vae.patch_size < 1
         dit = Dit(
             **msgspec.structs.asdict(own.flowmodel),
             patch_size=own.patch_size,
-            history_patch_size=own.history_patch_size,
+            history_patch_size=None if is_preview else own.history_patch_size,
         )
-        return Talker(_read(folders.llm, Qwen2, "is no Qwen2's"), vae, dit, own.aggregator)
+        manner = Manner(solver_steps=own.steps)
+        if is_preview:
+            manner = Manner(own.steps, own.cfg_strength, min_steps=11, in_chat=False)
+        return Talker(_read(folders.llm, Qwen2, "is no Qwen2's"), vae, dit, own.aggregator, manner)
 
 
 class _FlashTalker(msgspec.Struct, frozen=True):
@@ -407,7 +436,11 @@ class _FlashTalker(msgspec.Struct, frozen=True):
     aggregator: Transformer
     patch_size: int = 4
     history_patch_size: int = 32
+    """Of the preview's there is no such one: its flow sees the patch before."""
     latent_dim: int = 64
+    steps: int = 10
+    cfg_strength: float = 2.0
+    """The preview's program goes by it; that of 2.0 has 2 in any case."""
 
 
 class _WithVae(msgspec.Struct, frozen=True):

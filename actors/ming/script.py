@@ -13,6 +13,7 @@ from actors.flow_talker import FlowPrompt
 from actors.ming.voices import Voice
 from actors.normalise import SpokenText
 from actors.segmenter import LETTERS_PER_S
+from actors.speaker import SPEAKER_DIM
 from actors.tokenizer import load_tokenizer
 from omniflow.errors import ContextLengthError, WeightsError
 
@@ -31,6 +32,8 @@ SLOWEST, SPARE_S = 2.0, 2.0
 """A segment is cut once it lasts twice as long as its text takes to say, and 2 s: it has missed its end."""
 SPEAKER = ("  speaker_1:", "<|vision_start|>", "<|vision_pad|>", "<|vision_end|>\n")
 """What tells the model who speaks: an embedding takes the place of the third piece."""
+ALONE: tuple[str, ...] = ("<|endoftext|>",)
+"""What stands behind a text where nothing else stands around it, as in the preview."""
 
 
 class MingScript:
@@ -47,12 +50,17 @@ class MingScript:
 
         config, folders = Talker.load(folder), Folders.of(folder)
         self._tokenizer = load_tokenizer(folders.llm)
-        self._before, self._after, self._who = self._ids(BEFORE), self._ids(AFTER), self._ids(SPEAKER)
-        self._front = len(self._ids(BEFORE[:3]))
+        in_chat = config.manner.in_chat
+        before, after, who = (BEFORE, AFTER, SPEAKER) if in_chat else ((), ALONE, ())
+        self._before, self._after, self._who = self._ids(before), self._ids(after), self._ids(who)
+        self._front = len(self._ids(before[:3]))
         """Inputs before those that tell who speaks."""
-        self._who_at = self._front + len(self._ids(SPEAKER[:2]))
-        if len(self._ids(SPEAKER[2:3])) != 1:
-            raise WeightsError(f"the tokenizer.json in {folders.llm} knows no {SPEAKER[2]}: it is no Ming talker's")
+        self._who_at = self._front + len(self._ids(who[:2]))
+        mark = SPEAKER[2] if in_chat else ALONE[0]
+        if len(self._ids([mark])) != 1:
+            raise WeightsError(f"the tokenizer.json in {folders.llm} knows no {mark}: it is no Ming talker's")
+        self.speaker_dim = SPEAKER_DIM if in_chat else 0
+        """Of an embedding of a voice; 0: it is told none."""
         self._tokenizer.encode_special_tokens = True  # as text, wherever a user writes them
         vae, patch = config.audio_tokenizer_config, config.ditar_config.patch_size
         ratio = max(1, vae.patch_size)

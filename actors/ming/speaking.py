@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 class MingTalker(FlowTalker[Voice | None]):
     """Speaks segments of text with the flow talker of a Ming checkpoint (`model`, in the layout of Ming-omni-tts or of
-    Ming-flash-omni). With a seed the same text sounds the same, alone and beside others (on CPUs to the last bit).
+    Ming-flash-omni, 2.0 or preview). With a seed the same text sounds the same, alone and beside others (on CPUs to the
+    last bit).
 
     `max_running` segments step together within `kv_tokens` positions, those first of whose request nothing was heard
     yet; `max_waiting` wait for it, then OverloadedError (429). `temperature` above 0 adds noise between the steps of
@@ -78,6 +79,10 @@ class MingTalker(FlowTalker[Voice | None]):
 
     async def prepare(self, folder: Path) -> None:
         """Load the tokenizer, and hear the checkpoint's voices."""
+        # Imports torch, so not at the top: a graph is checked and explained without it.
+        from actors.ming.config import Talker
+
+        self.guidance = (await self.offload(Talker.load, folder)).manner.guidance
         self._script = await self.offload(MingScript, folder, self._normalise)
         listed = await self.offload(listed_voices, folder)
         if listed:
@@ -87,7 +92,10 @@ class MingTalker(FlowTalker[Voice | None]):
 
     def speaker(self, options: Options) -> Voice | None:
         if options.voice_code is not None:
-            return decode_voice(options.voice_code, options.voice_text, self._script.latent_dim, self._script.patch)
+            script = self._script
+            return decode_voice(
+                options.voice_code, options.voice_text, script.latent_dim, script.patch, script.speaker_dim
+            )
         names = list(self._voices) or [UNNAMED]
         name = names[0] if options.voice is None else options.voice
         if name not in names:

@@ -15,27 +15,23 @@ from actors.qwen2_flow import Qwen2Flow
 from actors.speaker import SPEAKER_DIM
 from omniflow.engine.flow import FlowHead, time_grid
 
-SOLVER_STEPS = 10
-MIN_STEPS = 4
-"""Before it has taken so many, a segment does not end."""
-
 
 class TalkerModel(Qwen2Flow):
-    """The backbone with its head; `speaker` makes an input of a speaker's embedding."""
+    """The backbone with its head; `speaker` makes an input of a speaker's embedding, where the talker is told one."""
 
     def __init__(self, config: Talker) -> None:
         llm, latent_dim = config.llm_config, config.audio_tokenizer_config.dec_kwargs.latent_dim
-        patch = config.ditar_config.patch_size
+        patch, manner = config.ditar_config.patch_size, config.manner
         head = FlowHead(
             DitNet(config.ditar_config, latent_dim, llm.hidden_size),
             Aggregator(config.aggregator_config, patch, latent_dim, llm.hidden_size),
             nn.Linear(llm.hidden_size, 2),
-            times=time_grid(SOLVER_STEPS),
+            times=time_grid(manner.solver_steps),
             rule="beyond",
-            min_steps=MIN_STEPS,
+            min_steps=manner.min_steps,
         )
         super().__init__(llm.shape, llm.windows, llm.vocab_size, head)
-        self.speaker = nn.Linear(SPEAKER_DIM, llm.hidden_size)
+        self.speaker = nn.Linear(SPEAKER_DIM, llm.hidden_size) if manner.in_chat else nn.Identity()
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Take the weights of a checkpoint in either layout (`actors.ming.weights`). Raises WeightsError."""

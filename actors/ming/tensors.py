@@ -1,7 +1,9 @@
-"""Which tensors a checkpoint of Ming-flash-omni-2.0 has: names and shapes, by the sizes in its config.json files.
+"""Which tensors a checkpoint of Ming-flash-omni has, 2.0 or preview: names and shapes, by the sizes in its config.json
+files.
 
-Each function takes what the file says and gives the tensors of one safetensors index. Known from the loaders of public
-ports of the model, of which one (mminf) loaded the released checkpoint with no name missing and none left over.
+Each function takes what the file says and gives the tensors of one safetensors index. Those of 2.0 are known
+from the loaders of public ports of the model, of which one (mminf) loaded the released checkpoint with no name missing
+and none left over; those of the preview's talker and AudioVAE from the program that its authors released with it.
 """
 
 from __future__ import annotations
@@ -38,8 +40,11 @@ def vision_shapes(vision: Config) -> Shapes:
     return dict(_windowed_vision(vision) if vision.get("model_type") == "qwen2_5_vit" else _vision(vision))
 
 
-def talker_shapes(config: Config, llm: Config) -> Shapes:
-    """The talker: `talker/config.json`, and `talker/llm/config.json`, whose folder has a tokenizer and no weights."""
+def talker_shapes(config: Config, llm: Config, *, in_chat: bool = True) -> Shapes:
+    """The talker: `talker/config.json`, and `talker/llm/config.json`, whose folder has a tokenizer and no weights.
+
+    The preview's, not `in_chat`, has nothing for an embedding of who speaks.
+    """
     hidden, latent = llm["hidden_size"], config.get("latent_dim", 64)
     flow, aggregator = config["flowmodel"], config["aggregator"]
     found = _under("model.", dict(_qwen2(llm)))
@@ -49,7 +54,9 @@ def talker_shapes(config: Config, llm: Config) -> Shapes:
     found |= dict(_linear("cfm.model.c_embedder.cond_embedder", hidden, flow["hidden_size"]))
     found |= _under("aggregator.", dict(_dit(aggregator, latent, hidden)))
     found |= {"aggregator.word_embedder.weight": (1, aggregator["hidden_size"])}
-    return found | dict(_linear("stop_head", hidden, 2)) | dict(_linear("spk_head", SPEAKER_DIM, hidden))
+    if in_chat:
+        found |= dict(_linear("spk_head", SPEAKER_DIM, hidden))
+    return found | dict(_linear("stop_head", hidden, 2))
 
 
 def vae_shapes(config: Config) -> Shapes:
@@ -58,8 +65,10 @@ def vae_shapes(config: Config) -> Shapes:
     inner, outer, latent = encoder["backbone"], decoder["backbone"], decoder["latent_dim"]
     wide, window = inner["hidden_size"], 4 * decoder["output_dim"]
     found = _under("encoder.encoder.", dict(_qwen2(inner)))
-    found |= _under("encoder.aggregator.", dict(_qwen2({**inner, "num_hidden_layers": _VAE_AGGREGATOR_LAYERS})))
-    found |= {"encoder.fc1.weight": (wide, encoder["input_dim"]), "encoder.cls_embed": (1, 1, wide)}
+    if config.get("patch_size", -1) > 0:
+        found |= _under("encoder.aggregator.", dict(_qwen2({**inner, "num_hidden_layers": _VAE_AGGREGATOR_LAYERS})))
+        found |= {"encoder.cls_embed": (1, 1, wide)}
+    found |= {"encoder.fc1.weight": (wide, encoder["input_dim"])}
     found |= dict(_linear("encoder.fc2", wide, wide)) | dict(_linear("encoder.fc3", wide, 2 * encoder["latent_dim"]))
     found |= {"encoder.norm.weight": (wide,), "encoder.norm.bias": (wide,)}
     found |= _under("decoder.decoder.", dict(_qwen2(outer)))

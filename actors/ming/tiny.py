@@ -114,25 +114,40 @@ def write(_source: Path, folder: Path) -> None:
 
 
 def write_checkpoint(
-    folder: Path, seed: int = 0, llm: Mapping[str, Any] = LLM, vision: Mapping[str, Any] = VISION
+    folder: Path,
+    seed: int = 0,
+    llm: Mapping[str, Any] = LLM,
+    vision: Mapping[str, Any] = VISION,
+    talker: Mapping[str, Any] = TALKER,
+    vae: Mapping[str, Any] = VAE,
 ) -> None:
-    """Write the checkpoint of `seed` into `folder`; `llm` has the sizes of its thinker, `vision` those of its eyes."""
-    thinker, talker = tokenizer_of(THINKER_CONTROLS), tokenizer_of(TALKER_CONTROLS)
+    """Write the checkpoint of `seed` into `folder`; the rest are the config.json of its parts: `llm` of the thinker,
+    `vision` of the eyes, and `vae` of the AudioVAE, without whose patches it is one of the preview.
+    """
+    thinker = tokenizer_of(THINKER_CONTROLS)
     config = {**_config(thinker, llm), "vision_config": vision}
-    talker_llm = {**TALKER_LLM, "vocab_size": talker.get_vocab_size()}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"eos_token_id": thinker.token_to_id("<|role_end|>")})
     _write_json(folder / "preprocessor_config.json", {"min_pixels": 64 * 64, "max_pixels": 256 * 256})
     weights = random_weights(model_shapes(config), seed)
     weights["model.lm_head.weight"] *= _likely(thinker)[:, None]
     _write_shards(folder, weights)
-    for part, content in ((".", TALKER), ("llm", talker_llm), ("vae", VAE)):
-        _write_json(folder / "talker" / part / "config.json", content)
     thinker.save(str(folder / "tokenizer.json"))
-    talker.save(str(folder / "talker" / "llm" / "tokenizer.json"))
-    _write_safetensors(folder / "talker" / "model.safetensors", random_weights(talker_shapes(TALKER, talker_llm), seed))
-    _write_safetensors(folder / "talker" / "vae" / "model.safetensors", audible(random_weights(vae_shapes(VAE), seed)))
-    _write_voices(folder / "talker")
+    _write_talker(folder / "talker", seed, talker, vae)
+
+
+def _write_talker(folder: Path, seed: int, talker: Mapping[str, Any], vae: Mapping[str, Any]) -> None:
+    tokenizer, in_chat = tokenizer_of(TALKER_CONTROLS), vae.get("patch_size", -1) > 0
+    llm = {**TALKER_LLM, "vocab_size": tokenizer.get_vocab_size()}
+    for part, content in ((".", talker), ("llm", llm), ("vae", vae)):
+        _write_json(folder / part / "config.json", content)
+    tokenizer.save(str(folder / "llm" / "tokenizer.json"))
+    shapes = talker_shapes(talker, llm, in_chat=in_chat)
+    _write_safetensors(folder / "model.safetensors", random_weights(shapes, seed))
+    _write_safetensors(folder / "vae" / "model.safetensors", audible(random_weights(vae_shapes(vae), seed)))
+    _write_voices(folder, vae.get("sample_rate", 16000))
+    if in_chat:
+        _write_speaker_network(folder / "campplus.onnx")
 
 
 def _config(tokenizer: Tokenizer, llm: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,19 +226,18 @@ def audible(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return weights
 
 
-def _write_voices(talker: Path) -> None:
-    """Recordings of `VOICES`, and what hears whose they are."""
+def _write_voices(talker: Path, rate_hz: int) -> None:
+    """Recordings of `VOICES`."""
     listed = {name: {"prompt_wav_path": f"data/wavs/{name}.wav", "prompt_text": SAID} for name in VOICES}
     _write_json(talker / "data" / "voice_name.json", listed)
     (talker / "data" / "wavs").mkdir()
-    at = np.arange(VAE["sample_rate"]) / VAE["sample_rate"]  # 1 s
+    at = np.arange(rate_hz) / rate_hz  # 1 s
     for name, pitch_hz in VOICES.items():
         sound = sum(np.sin(2 * np.pi * pitch_hz * tone * at) / tone for tone in range(1, 6))
         sound = 8000 * sound * np.abs(np.sin(2 * np.pi * 2 * at))
         with wave.open(str(talker / "data" / "wavs" / f"{name}.wav"), "wb") as file:
-            file.setparams((1, 2, VAE["sample_rate"], 0, "NONE", ""))
+            file.setparams((1, 2, rate_hz, 0, "NONE", ""))
             file.writeframes(sound.astype("<i2").tobytes())
-    _write_speaker_network(talker / "campplus.onnx")
 
 
 def _write_speaker_network(file: Path) -> None:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class MingVocoder(BatchedVocoder):
-    """Makes sound of the latents of a Ming checkpoint's talker, mono, at the rate of its AudioVAE (44.1 kHz); see
-    `BatchedVocoder`. The samples of a request are the same alone and beside others, within 1e-6.
+    """Makes sound of the latents of a Ming checkpoint's talker, mono, at the rate of its AudioVAE (44.1 kHz; 16 kHz
+    of the preview); see `BatchedVocoder`. The samples of a request are the same alone and beside others, within 1e-6.
 
     On a GPU a step is one CUDA graph, over slots for `max_together` segments of up to `longest_s` seconds; further ones
     wait. There `dtype` auto is float32 with products of TF32, whose noise is 55 dB below the sound; that of bfloat16 is

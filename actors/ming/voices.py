@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 PREFERRED = "DB30"
 """The voice of Ming-flash-omni itself; where a checkpoint has no such one, its first is the default."""
+LIST = "data/voice_name.json"
 UNNAMED = "default"
 """Of a checkpoint that brings no voices: whatever its talker likes to speak with."""
 _IDEOGRAPH = re.compile("[\u4e00-\u9fff]")
@@ -42,7 +43,7 @@ class Voice(msgspec.Struct, frozen=True):
     latents: bytes
     """float16 [n, latent_dim], whole steps of the talker; empty where what is said is unknown, too."""
     speaker: bytes = b""
-    """float32 [192]; empty where the checkpoint has no CAM++."""
+    """float32 [192]; empty where the checkpoint has no CAM++, or a talker that is told no embedding."""
     text: str = ""
     """What is said."""
 
@@ -61,15 +62,22 @@ class Voice(msgspec.Struct, frozen=True):
         return np.frombuffer(self.speaker, np.float32).copy() if self.speaker else None
 
 
-def decode_voice(code: bytes, text: str, latent_dim: int, patch: int) -> Voice:
-    """The voice that a `MingVoiceEncoder` gave. Raises InvalidInputError for one of another model."""
+def decode_voice(code: bytes, text: str, latent_dim: int, patch: int, speaker_dim: int = SPEAKER_DIM) -> Voice:
+    """The voice that a `MingVoiceEncoder` gave, and in which `text` is said. `speaker_dim` 0: the model is told no
+    embedding. Raises InvalidInputError for one of another model, and for one of which nothing could be told.
+    """
     try:
         voice = msgspec.msgpack.decode(code, type=Voice)
     except msgspec.DecodeError as error:
         raise InvalidInputError(f"the voice is none of this model: {error}", param="voice") from error
-    sizes = len(voice.latents) % (2 * patch * latent_dim), len(voice.speaker) % (4 * SPEAKER_DIM)
-    if voice.latent_dim != latent_dim or any(sizes) or len(voice.speaker) > 4 * SPEAKER_DIM:
+    broken = len(voice.latents) % (2 * patch * latent_dim) or len(voice.speaker) not in (0, 4 * speaker_dim)
+    if voice.latent_dim != latent_dim or broken:
         raise InvalidInputError("the voice is none of this model: its latents have other sizes", param="voice")
+    if not voice.speaker and not text.strip():
+        raise InvalidInputError(
+            "ref_text: this model takes a voice from a recording together with its words: give what is said in it",
+            param="ref_text",
+        )
     return msgspec.structs.replace(voice, text=text.strip())
 
 
@@ -92,10 +100,11 @@ class VoiceEncoder:
         self._device = torch.device(device)
         weights = read_tensors(folders.vae, ("audio.encoder.", "encoder."))
         self._vae: AudioVaeEncoder = load_audio_vae_encoder(config.audio_tokenizer_config, weights).to(self._device)
-        self._step = self._vae.samples_per_latent * config.ditar_config.patch_size
-        # As the programs of the two kinds of checkpoints do it.
-        self._silence_first = folders.is_apart
-        file = next((each for each in (folders.talker / FILE, folder / FILE) if each.is_file()), None)
+        self._patch, in_chat = config.ditar_config.patch_size, config.manner.in_chat
+        self._step = self._vae.samples_per_latent * self._patch
+        # As the programs of the three kinds of checkpoints do it; the preview's cuts what is no whole step.
+        self._fills_up, self._silence_first = in_chat, folders.is_apart
+        file = next((each for each in (folders.talker / FILE, folder / FILE) if in_chat and each.is_file()), None)
         self._speaker = SpeakerEncoder(file, threads) if file is not None else None
 
     @property
@@ -116,11 +125,12 @@ class VoiceEncoder:
 
         from omniflow.engine.flow import flow_noise
 
-        silence = np.zeros(-len(samples) % self._step, np.float32)
+        silence = np.zeros(-len(samples) % self._step if self._fills_up else 0, np.float32)
         padded = np.concatenate([silence, samples] if self._silence_first else [samples, silence])
-        shape = len(padded) // self._vae.samples_per_latent, self._vae.latent_dim
+        shape = -(-len(padded) // self._vae.samples_per_latent), self._vae.latent_dim
         noise = torch.from_numpy(flow_noise(0, 0, 1, shape)[0])  # the same recording is the same voice
         latents = self._vae(torch.from_numpy(padded).to(self._device), noise.to(self._device)).cpu().numpy()
+        latents = latents[: len(latents) // self._patch * self._patch]
         speaker = b""
         if self._speaker is not None:
             speaker = self._speaker(soxr.resample(samples, self.sample_rate_hz, SPEAKER_HZ)).tobytes()
@@ -138,27 +148,35 @@ class Listed(msgspec.Struct, frozen=True):
         """Of the recording, by its script; the voice speaks Chinese and English."""
         return "zh-CN" if _IDEOGRAPH.search(self.prompt_text or "") else "en-US"
 
-    def files(self, talker: Path) -> list[Path]:
-        """Its recordings, one behind the other; paths are relative to the folder of the talker."""
+    def files(self, home: Path) -> list[Path]:
+        """Its recordings, one behind the other; paths are relative to `home`."""
         paths = [self.prompt_wav_path] if isinstance(self.prompt_wav_path, str) else self.prompt_wav_path
-        return [talker / path for path in paths]
+        return [home / path for path in paths]
+
+
+def _home(folder: Path) -> Path:
+    """Where the voices of the checkpoint in `folder` are: with the talker, or with the whole, as in the repository of
+    the preview.
+    """
+    from actors.ming.config import Folders
+
+    talker = Folders.of(folder).talker
+    return next((each for each in (talker, folder) if (each / LIST).is_file()), talker)
 
 
 def listed_voices(folder: Path) -> dict[str, Listed]:
     """What the checkpoint in `folder` says of its voices, the default first; those whose recording is not there are
     left out. Raises WeightsError.
     """
-    from actors.ming.config import Folders
-
-    talker = Folders.of(folder).talker
-    file = talker / "data" / "voice_name.json"
+    home = _home(folder)
+    file = home / LIST
     if not file.is_file():
         return {}
     try:
         listed = msgspec.json.decode(file.read_bytes(), type=dict[str, Listed])
     except msgspec.DecodeError as error:
         raise WeightsError(f"{file} is no list of voices: {error}") from error
-    there = [name for name, each in listed.items() if (files := each.files(talker)) and all(map(Path.is_file, files))]
+    there = [name for name, each in listed.items() if (files := each.files(home)) and all(map(Path.is_file, files))]
     return {name: listed[name] for name in sorted(there, key=lambda name: name != PREFERRED)}
 
 
@@ -171,10 +189,8 @@ def named_voices(folder: Path) -> list[NamedVoice]:
 
 def load_voice(folder: Path, name: str, listed: Listed, encode: VoiceEncoder) -> Voice:
     """The voice `name` of the checkpoint in `folder`. Raises WeightsError where its recording cannot be heard."""
-    from actors.ming.config import Folders
-
     try:
-        sounds = [_sound(file, encode.sample_rate_hz) for file in listed.files(Folders.of(folder).talker)]
+        sounds = [_sound(file, encode.sample_rate_hz) for file in listed.files(_home(folder))]
         voice = encode(np.concatenate(sounds))
     except (OSError, InvalidInputError) as error:
         raise WeightsError(f"the recording of voice {name!r} cannot be heard: {error}") from error
