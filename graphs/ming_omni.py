@@ -86,7 +86,7 @@ graph.profile(
 )
 graph.profile(
     "ming-flash-omni-preview",
-    "what was released before it: the same thinker and ears, other eyes, and no speech here",
+    "what was released before it: the same thinker and ears, other eyes, and a talker of 16 kHz",
     _ming.preview_checkpoint,
     **_ming.preview,
 )

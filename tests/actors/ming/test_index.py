@@ -1,4 +1,5 @@
-"""Every tensor of Ming-flash-omni-2.0 at its real sizes has its place here, or a reason why it has none.
+"""Every tensor of Ming-flash-omni-2.0 at its real sizes, and of the preview's speech, has its place here, or a reason
+why it has none.
 
 fixtures/flash_omni_2.json says where its names are from: no index file of the released checkpoint was in reach.
 """
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from actors.checkpoint import built, load
+from actors.checkpoint import built, load, read_tensors
 from actors.ming.audio_tower import AUDIO_PREFIXES, AudioTower
 from actors.ming.audio_vae import AudioVaeDecoder, AudioVaeEncoder
 from actors.ming.config import AudioConfig, AudioVae, Pixels, Talker, Thinker, VisionConfig
@@ -26,6 +27,7 @@ from actors.ming.tiny import TALKER, VAE, write_checkpoint
 from actors.ming.vision_tower import VISION_PREFIXES, VisionTower, unused_weights
 from actors.ming.weights import thinker_part
 from omniflow.errors import WeightsError
+from tests.actors.ming.preview import CHECKPOINT, TINY_TALKER, TINY_VAE
 
 Weights = dict[str, torch.Tensor]
 Take = Callable[[Weights], None]
@@ -170,6 +172,24 @@ def test_the_talker_and_its_audio_vae_take_all_of_theirs(tmp_path: Path) -> None
     own = ("model.", "cfm.model.", "aggregator.", "stop_head.", "spk_head.")
     assert of_part(talker, own).keys() == talker.keys()
     assert of_part(vae, ("encoder.", "decoder.")).keys() == vae.keys()
+
+
+def test_the_names_of_the_previews_talker_are_those_of_its_authors_modules(tmp_path: Path) -> None:
+    """They wrote the fixture; and of what a tiny checkpoint of the kind is written with, all is needed."""
+    own, llm, vae = (
+        json.loads((CHECKPOINT / "talker" / each / "config.json").read_text()) for each in (".", "llm", "vae")
+    )
+    shapes = {name: tuple(each.shape) for name, each in read_tensors(CHECKPOINT / "talker").items()}
+    assert talker_shapes(own, llm, in_chat=False) == shapes
+    wanted = {name: tuple(each.shape) for name, each in read_tensors(CHECKPOINT / "talker" / "vae").items()}
+    assert vae_shapes(vae) == wanted
+    write_checkpoint(tmp_path, talker=TINY_TALKER, vae=TINY_VAE)
+    sizes = Talker.load(tmp_path)
+    llm = json.loads((tmp_path / "talker/llm/config.json").read_text())
+    talker, vae = empty(talker_shapes(TINY_TALKER, llm, in_chat=False)), empty(vae_shapes(TINY_VAE))
+    found = needed(talker, talker_of(sizes)) | needed(vae, vae_of(sizes.audio_tokenizer_config))
+    left = {kind_of(name) for name in [*talker, *vae]} - found
+    assert {kind for kind in left if not kind.startswith(tuple(UNUSED))} == set()
 
 
 def needed(weights: Weights, take: Take) -> set[str]:
