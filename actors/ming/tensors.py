@@ -1,9 +1,9 @@
 """Which tensors a checkpoint of Ming-flash-omni has, 2.0 or preview: names and shapes, by the sizes in its config.json
 files.
 
-Each function takes what the file says and gives the tensors of one safetensors index. Those of 2.0 are known
-from the loaders of public ports of the model, of which one (mminf) loaded the released checkpoint with no name missing
-and none left over; those of the preview's talker and AudioVAE from the program that its authors released with it.
+Each function takes what the file says and gives the tensors of one safetensors index. Those of 2.0 are in
+the loaders of public ports of the model, of which one (mminf) loaded the released checkpoint with no name missing and
+none left over; those of the preview's talker and AudioVAE in the program that its authors released with it.
 """
 
 from __future__ import annotations
