@@ -79,9 +79,13 @@ def test_one_checkpoint_is_that_of_all_stages(name: str) -> None:
     assert len(profile.of_checkpoint) >= 3
 
 
+@pytest.mark.parametrize("profile", [FLASH, PREVIEW])
 @pytest.mark.parametrize("cluster", ["4xh200", "8xh200", "4xh100", "8xh100"])
-def test_the_real_model_has_a_plan(cluster: str) -> None:
-    made = plan(graph.spec(FLASH), cluster_named(cluster))
+def test_the_real_model_has_a_plan(cluster: str, profile: str) -> None:
+    spec = graph.spec(profile)
+    assert spec.absent.keys() == {"painter", "transcribe"}
+    assert spec.stage("talker").memory.kv_tokens == spec.stage("talker").settings["kv_tokens"]
+    made = plan(spec, cluster_named(cluster))
     (thinker,) = [host for host in made.hosts if "thinker" in host.stages]
     assert thinker.devices == ("gpu:0", "gpu:1", "gpu:2", "gpu:3")
     assert set(thinker.stages) == {"preprocess", "merge", "thinker", "detokenize"}
