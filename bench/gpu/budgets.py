@@ -144,7 +144,7 @@ def codec() -> Any:
         num_key_value_heads=2,
         max_position_embeddings=4096,
     )
-    return AudioVaeDecoder(AudioVae(44100, VaeDecoder(backbone, 64, 882), patch_size=4)).eval()
+    return AudioVaeDecoder(AudioVae(dec_kwargs=VaeDecoder(backbone, 64, 882), patch_size=4, sample_rate=44100)).eval()
 
 
 def streams_of(decoder: Any) -> list[Any]:

@@ -16,7 +16,7 @@ import torch.distributed as distributed
 from omniflow.transport.nccl_library import Communicator, _library, new_id
 
 SIZES = [2**16, 2**20, 2**22, 2**24, 2**26]
-STREAMED = 40
+STREAMED = 200
 """Values one behind the other, for GB/s."""
 PORT = 29611
 
