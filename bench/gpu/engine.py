@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import anyio
 import torch
 
 from actors.catalogue import PACKAGED
@@ -26,8 +27,10 @@ from actors.stage import GATHER_S
 from bench.gpu.report import Report
 from bench.gpu.rounds import Turns, medians, prompts, quartiles, summary
 from bench.gpu.sgl_engine import SglEngine
+from omniflow.config import RuntimeConfig
 from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.loop import Command, EngineLoop
+from omniflow.process import runs_on_uvloop
 from omniflow.weights import resolve
 
 LLAMAS = {
@@ -276,7 +279,10 @@ def main() -> None:
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:
             model = model_settings(size, folder, arguments)
-            asyncio.run({"llama": llama, "steps": steps}[arguments.part](size, model, arguments, report))
+            part = {"llama": llama, "steps": steps}[arguments.part]
+            # As hosts do it, and SGLang's own processes: a wake-up of asyncio's own loop takes twice as long.
+            uvloop = {"use_uvloop": runs_on_uvloop(RuntimeConfig())}
+            anyio.run(part, size, model, arguments, report, backend_options=uvloop)
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ class SGLangEngine:
 
     def has_work(self) -> bool:
         """True while `step` would do something; an open request that waits for input is no work."""
-        return bool(self._aborted) or self._scheduler.has_work()
+        return bool(self._aborted or self._ids) or self._scheduler.has_work()
 
     def stats(self) -> EngineStats:
         """Counts for metrics and admission; tokens that only the prefix cache holds count as free."""
