@@ -6,6 +6,7 @@ import contextlib
 import datetime
 from typing import TYPE_CHECKING, Any
 
+from omniflow.transport.lane import Origin
 from omniflow.transport.nccl_ways import OPEN_S, RECEIVER, SENDER, Notes, Way, bytes_of
 
 if TYPE_CHECKING:
@@ -47,12 +48,15 @@ class GlooWay(Way):
     def send(self, tensor: torch.Tensor, size: int) -> object:
         return self._group.send([bytes_of(tensor)], RECEIVER, 0)
 
-    def receive(self, size: int) -> tuple[torch.Tensor, Any]:
+    def receive(self, size: int, origin: Origin) -> torch.Tensor:
         import torch
 
         region = torch.empty(size, dtype=torch.uint8)
         self._group.recv([region], SENDER, 0).wait(_TRANSFER)
-        return region, None
+        return region
+
+    def lost(self) -> list[Origin]:
+        return []  # it waits for each
 
     def abort(self) -> None:
         self._aborted = True

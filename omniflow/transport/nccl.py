@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 import anyio.to_thread
@@ -83,8 +82,6 @@ class NcclLane(Lane):
         """Our receiver is there, or will not be."""
         self._out: Way | None = None
         self._in: Way | None = None
-        self._coming: deque[tuple[Any, Origin]] = deque()
-        """Receives that may not be through yet."""
         self._closed = False
         self._port: LanePort | None = None
 
@@ -167,26 +164,19 @@ class NcclLane(Lane):
         if self._in is None:
             raise DeviceError("the communicator that they come by is not there")
         try:
-            region, through = self._in.receive(block.length)
-            while self._coming and self._coming[0][0].query():
-                self._coming.popleft()
-            if through is not None:
-                self._coming.append((through, origin))
-            return Fetched(region, None)
+            return Fetched(self._in.receive(block.length, origin), None)
         except RuntimeError as error:  # the peer has died, or there is no memory for them
             self._break_in(_first_line(error))
             raise DeviceError(_first_line(error)) from None
 
     def lost(self) -> Sequence[Origin]:
-        # By the stream, not by torch: that takes a transfer which has failed for one that is completed.
-        return [origin for through, origin in self._coming if not through.query()]
+        return self._in.lost() if self._in is not None else []
 
     def _break_in(self, problem: str) -> None:
         """What was not received would be taken for what comes next: nothing comes by this communicator any more."""
         way, self._in = self._in, None
         if way is not None and self._port is not None:
-            self._port.lose(self.lost())
-            self._coming.clear()
+            self._port.lose(way.lost())
             _abort_soon(way)
             self._port.send(LaneAnswer(problem))
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from omniflow.transport.lane import Origin
 from omniflow.transport.nccl_library import Communicator, new_id
 
 if TYPE_CHECKING:
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 OPEN_S = 60.0
 """What one end may take to write what the other waits for: milliseconds, once both are there."""
 SENDER, RECEIVER = 0, 1
+_LOOK_EVERY = 8
+"""Receives after which is looked which of them are through: a look takes 2.7 us, and a receive 15."""
 
 
 class Notes:
@@ -74,10 +78,12 @@ class Way(ABC):
         """
 
     @abstractmethod
-    def receive(self, size: int) -> tuple[torch.Tensor, Any]:
-        """Receive before the default stream does what it is given from now on; gives what tells whether it is through,
-        or None where it is.
-        """
+    def receive(self, size: int, origin: Origin) -> torch.Tensor:
+        """Receive before the default stream does what it is given from now on."""
+
+    @abstractmethod
+    def lost(self) -> list[Origin]:
+        """What was received for them may never come, now that the other end is gone."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -95,6 +101,10 @@ class NcclWay(Way):
         self._default: Any = None
         self._stream: Any = None
         self._ready: Any = None
+        self._byte: Any = None
+        self._coming: deque[tuple[Any, Origin]] = deque()
+        """The events of receives that may not be through yet."""
+        self._spare: list[Any] = []
 
     def open(self) -> None:
         import torch  # and with it NCCL
@@ -103,9 +113,9 @@ class NcclWay(Way):
         self._default = torch.cuda.default_stream()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        byte = torch.zeros(1, dtype=torch.uint8, device="cuda")
+        self._byte = torch.zeros(1, dtype=torch.uint8, device="cuda")
         self._default.synchronize()
-        self._there().connect(byte.data_ptr(), self._stream.cuda_stream)
+        self._there().connect(self._byte.data_ptr(), self._stream.cuda_stream)
         self._stream.synchronize()
 
     def _meet(self) -> None:
@@ -138,24 +148,41 @@ class NcclWay(Way):
         tensor.record_stream(self._stream)
         return None
 
-    def receive(self, size: int) -> tuple[torch.Tensor, Any]:
+    def receive(self, size: int, origin: Origin) -> torch.Tensor:
         import torch
 
+        region: torch.Tensor
         if self._default.query():  # a stream that is idle holds the sender up with nothing
-            region = torch.empty(size, dtype=torch.uint8, device="cuda")
+            region = self._byte.new_empty(size)  # of its kind: torch.empty reads a dtype and a device each time
             self._there().receive(region.data_ptr(), size, self._default.cuda_stream)
-            return region, self._default.record_event()
+            self._comes(self._default, origin)
+            return region
         before = torch.cuda.current_stream()
         torch.cuda.set_stream(self._stream)  # by itself: `with torch.cuda.stream` asks for streams and devices twice
         try:
-            region = torch.empty(size, dtype=torch.uint8, device="cuda")
+            region = self._byte.new_empty(size)
         finally:
             torch.cuda.set_stream(before)
         self._there().receive(region.data_ptr(), size, self._stream.cuda_stream)
-        through = self._stream.record_event()
-        self._default.wait_event(through)
+        self._default.wait_event(self._comes(self._stream, origin))
         region.record_stream(self._default)
-        return region, through
+        return region
+
+    def _comes(self, stream: Any, origin: Origin) -> Any:
+        """The event of what `stream` was just given to receive. Those that are through serve again."""
+        import torch
+
+        if len(self._coming) % _LOOK_EVERY == 0:
+            while self._coming and self._coming[0][0].query():
+                self._spare.append(self._coming.popleft()[0])
+        through = self._spare.pop() if self._spare else torch.cuda.Event()  # type: ignore[no-untyped-call]
+        through.record(stream)
+        self._coming.append((through, origin))
+        return through
+
+    def lost(self) -> list[Origin]:
+        # By the stream, not by torch: that takes a transfer which has failed for one that is completed.
+        return [origin for through, origin in self._coming if not through.query()]
 
     def abort(self) -> None:
         with self._changing:

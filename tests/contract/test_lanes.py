@@ -462,7 +462,7 @@ async def test_a_receive_that_fails_fails_its_request_and_closes_the_lane() -> N
         way = ends.lane_b._in
         assert way is not None
 
-        def fail(size: int) -> Any:
+        def fail(size: int, origin: object) -> Any:
             raise RuntimeError("out of memory")
 
         way.receive = fail
@@ -478,19 +478,11 @@ async def test_a_receive_that_fails_fails_its_request_and_closes_the_lane() -> N
         assert ends.lane_a.pool.blocks_in_use == 0
 
 
-class Transfer:
-    def __init__(self, through: bool) -> None:
-        self.through = through
-
-    def query(self) -> bool:
-        return self.through
-
-
-async def test_a_communicator_that_breaks_fails_what_was_still_coming() -> None:
+async def test_a_communicator_that_breaks_fails_what_was_still_coming(monkeypatch: pytest.MonkeyPatch) -> None:
     """Aborting it lets our stream go on, over tensors that are not there."""
     async with Ends.opened("nccl") as ends:
-        assert isinstance(ends.lane_b, NcclLane)
-        ends.lane_b._coming.extend([(Transfer(True), (1, 5)), (Transfer(False), (1, 6))])
+        assert isinstance(ends.lane_b, NcclLane) and ends.lane_b._in is not None
+        monkeypatch.setattr(ends.lane_b._in, "lost", lambda: [(1, 6)])
         ends.lane_b.on_note(LaneNote(True, nccl._BROKEN, b""))
         assert [(request, error.kind) for _edge, request, error in ends.at_b.bad] == [(6, "StageDiedError")]
         while ends.lane_a.problem is None:

@@ -5,6 +5,7 @@ writes down what is asked of them.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,26 +30,28 @@ class Stream:
     def wait_event(self, event: Any) -> None:
         self._calls.append(("wait", self.cuda_stream, event))
 
-    def record_event(self) -> str:
-        self._calls.append(("record", self.cuda_stream))
-        return f"event of {self.cuda_stream}"
 
-
-class Ready:
-    """The event of a sender."""
-
+class Event:
     def __init__(self, calls: list[Any]) -> None:
         self._calls = calls
+        self.through = False
 
     def record(self, stream: Stream) -> None:
         self._calls.append(("record", stream.cuda_stream))
 
+    def query(self) -> bool:
+        return self.through
+
 
 class Bytes:
-    """A tensor of which only its place matters."""
+    """A tensor of which only its place matters. New ones are of the `current` stream."""
 
-    def __init__(self, calls: list[Any], stream: Any = None) -> None:
-        self._calls, self.stream = calls, stream
+    def __init__(self, calls: list[Any], current: Sequence[Stream] = ()) -> None:
+        self._calls, self._current = calls, current
+        self.stream = current[0] if current else None
+
+    def new_empty(self, size: int) -> Bytes:
+        return Bytes(self._calls, self._current)
 
     def data_ptr(self) -> int:
         return 1000
@@ -70,7 +73,7 @@ class Communicator:
 
 def way_of(rank: int, calls: list[Any]) -> Any:
     way: Any = NcclWay(rank, Notes(lambda key, value: None))
-    way._communicator, way._ready = Communicator(calls), Ready(calls)
+    way._communicator, way._ready = Communicator(calls), Event(calls)
     way._default, way._stream = Stream(0, calls), Stream(7, calls)
     return way
 
@@ -86,30 +89,55 @@ def test_a_send_waits_for_the_default_stream_where_that_is_busy() -> None:
     assert calls == [("record", 0), ("wait", 7, way._ready), ("send", 1000, 5, 7), ("used by", 7)]
 
 
-def test_a_receive_goes_beside_a_default_stream_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory is of the stream that writes to it, and the default stream waits for it alone."""
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A way that receives, and its `calls` and `current` stream."""
     calls: list[Any] = []
     way = way_of(RECEIVER, calls)
-    current = [way._default]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
-    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: Bytes(calls, current[0]))
-    region, through = way.receive(5)
-    assert (region.stream, through) == (way._default, "event of 0")
-    assert calls == [("receive", 1000, 5, 0), ("record", 0)]
-    calls.clear()
-    way._default.idle = False
-    region, through = way.receive(5)
-    assert (region.stream, through, current[0]) == (way._stream, "event of 7", way._default)
-    assert calls == [("receive", 1000, 5, 7), ("record", 7), ("wait", 0, "event of 7"), ("used by", 0)]
+    way.calls, way.current = calls, [way._default]
+    way._byte = Bytes(calls, way.current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: way.current[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: way.current.__setitem__(0, stream))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(calls))
+    return way
 
-    def full(*_arguments: Any, **_settings: Any) -> Any:
+
+def test_a_receive_goes_beside_a_default_stream_that_is_busy(receiver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is of the stream that writes to it, and the default stream waits for it alone."""
+    region = receiver.receive(5, (1, 1))
+    assert region.stream is receiver._default
+    assert receiver.calls == [("receive", 1000, 5, 0), ("record", 0)]
+    receiver.calls.clear()
+    receiver._default.idle = False
+    region = receiver.receive(5, (1, 2))
+    through = receiver._coming[-1][0]
+    assert (region.stream, receiver.current[0]) == (receiver._stream, receiver._default)
+    assert receiver.calls == [("receive", 1000, 5, 7), ("record", 7), ("wait", 0, through), ("used by", 0)]
+
+    def full(size: int) -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(receiver._byte, "new_empty", full, raising=False)
     with pytest.raises(RuntimeError, match="out of memory"):
-        way.receive(5)
-    assert current[0] is way._default
+        receiver.receive(5, (1, 3))
+    assert receiver.current[0] is receiver._default
+
+
+def test_what_may_never_come_is_known_and_events_serve_again(receiver: Any) -> None:
+    """The first of eight receives are through when the ninth is asked for."""
+    for request in range(8):
+        receiver.receive(5, (1, request))
+    assert receiver.lost() == [(1, request) for request in range(8)]
+    events = [through for through, _ in receiver._coming]
+    for event in events[:3]:
+        event.through = True  # what GPUs say; recorded anew, they say it again once they are through again
+    assert receiver.lost() == [(1, request) for request in range(3, 8)]
+    receiver.receive(5, (1, 8))
+    assert receiver._coming[-1][0] is events[2]
+    events[2].through = False
+    assert receiver.lost() == [(1, request) for request in range(3, 9)]
+    receiver.receive(5, (1, 9))
+    assert (receiver._coming[-1][0], receiver._spare) == (events[1], [events[0]])
 
 
 class Slow:
