@@ -37,18 +37,19 @@ As of the last run below, and of those before it for what it has not measured.
 | CUDA IPC hop at most 100 µs and flat, 64 KB to 64 MB | held 60-66 µs, ready 71-95 µs; on uvloop 53-66 and 67-81 |
 | at least 4 times faster than torch.multiprocessing | 4.5 to 6.6 times (ready) |
 | at least 20 times faster than through the host at 64 MB | 853 times |
-| edge between two GPUs at most 100 µs more than bare torch.distributed below 16 MB | 23-31 µs more (ready) |
-| edge between two GPUs at least 0.9 times bare GB/s from 16 MB up | 0.95 and 1.11 times, one value at a time (there and back 0.98 and 1.16); 1.16 and 1.12 times in a stream |
-| the same two by NCCL (`runtime.between_gpus=nccl`) | 45-85 µs more (ready). In a stream, in chunks of 128 KB, 0.97 and 0.97 times (in NCCL's own of 512 KB **0.69** and 0.99); one value at a time **0.66** and 0.88 |
+| edge between two GPUs at most 100 µs more than bare torch.distributed below 16 MB | -10 to 31 µs more (ready), six runs |
+| edge between two GPUs at least 0.9 times bare GB/s from 16 MB up | in a stream 1.13 to 1.17 times, but for 0.87 at 16 MB in one run of six; one value at a time 0.86 to 1.05 at 16 MB, 0.97 to 1.11 at 64 |
+| the same two by NCCL (`runtime.between_gpus=nccl`) | 35 to 115 µs more, 125 once (ready). In a stream 0.99 to 1.01 times at 64 MB, at 16 MB 1.00, 0.99, **0.75, 0.74, 0.63** in five runs on two machines, and 292 GB/s on a third (1.03 times what bare NCCL had on the others); one value at a time **0.47 to 0.78** and 0.75 to 0.90 |
 | `kill -9`: seen; streams go on; memory back | 0.3-4 ms; 1-23 ms; all of it |
 | two hosts on GPUs up; back after `kill -9` | 2.9-5.5 s; 3.6-4.6 s |
 
-A value of 16 MB takes bare NCCL 82 µs; on an edge of NCCL, whose two ends tell each other of each value, it takes 120 to 127 there and
-back, halved. An edge of `cuda_ipc`, the
-default between GPUs, has nothing to meet for.
+A value of 16 MB takes bare NCCL 80 µs, or 57 in a stream. On an edge of NCCL the two ends tell each other of each value: that takes 120 to 180 µs one value at a
+time, and in a stream the processor of the receiving end some 60 µs a value, or 80 on machines, and at times, at which all its calls of CUDA take longer. Then it is the
+processor that sets the pace at 16 MB; at 64 MB it never does. An edge of `cuda_ipc`, the default between GPUs, has nothing to meet for. Since these runs a receive
+by NCCL makes fewer calls (no new event, no look at each event before), which was not run on GPUs.
 
-What was not run on GPUs: more than two of them; GPUs without NVLink. In "nccl, chunks of 128 KB" of the last run NCCL's buffers were also made smaller, which
-hosts do not do (`devices.NCCL_CHUNK`).
+What was not run on GPUs: more than two of them; GPUs without NVLink. Streams are 40 values long, and 200 in `gpu_2026-11-30/nccl_rounds`, the four
+runs in turns with bare NCCL that are counted above, in which NCCL was on uvloop.
 """  # noqa: E501 - rows of a table
 
 
