@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +58,7 @@ from omniflow.transport.cuda_driver import map_memory, take_memory
 from omniflow.transport.cuda_ipc import CudaIpcLane
 from omniflow.transport.device_pool import DevicePool
 from omniflow.transport.lane import Lane
-from omniflow.transport.nccl import NcclLane
+from omniflow.transport.nccl import ABORTS, NcclLane
 
 POOL = 2**28
 SHM = 2**30
@@ -272,8 +273,6 @@ async def word(end: End) -> float:
 
 async def killed_reader(kind: str, device: int) -> dict[str, Any]:
     """kill -9 of a process that holds tensors of ours, while more are on their way; then the next one."""
-    torch.cuda.synchronize()
-    free = torch.cuda.mem_get_info()[0]
 
     async def use(end: End, process: subprocess.Popen[bytes]) -> dict[str, Any]:
         tensor = torch.ones(2**22, device="cuda")
@@ -299,17 +298,11 @@ async def killed_reader(kind: str, device: int) -> dict[str, Any]:
             "blocks_held_after": end.link.statistics().blocks_held,
         }
 
-    found = {"first": await with_peer(kind, device, use), "second": await with_peer(kind, device, use)}
-    await anyio.sleep(1.0)
-    torch.cuda.empty_cache()
-    found["memory_not_back_mb"] = round((free - torch.cuda.mem_get_info()[0]) / 1e6, 1)
-    return found
+    return await one_by_one(kind, device, use, "echo")
 
 
 async def killed_writer(kind: str, device: int) -> dict[str, Any]:
     """kill -9 of a process whose tensors we hold, and whose GPU has not yet written what we wait for."""
-    torch.cuda.synchronize()
-    free = torch.cuda.mem_get_info()[0]
 
     async def use(end: End, process: subprocess.Popen[bytes]) -> dict[str, Any]:
         with anyio.fail_after(20):
@@ -332,13 +325,24 @@ async def killed_writer(kind: str, device: int) -> dict[str, Any]:
             "old_tensor_still_whole": total == 2**20,
         }
 
-    found = {
-        "first": await with_peer(kind, device, use, "flood"),
-        "second": await with_peer(kind, device, use, "flood"),
-    }
-    await anyio.sleep(1.0)
-    torch.cuda.empty_cache()
-    found["memory_not_back_mb"] = round((free - torch.cuda.mem_get_info()[0]) / 1e6, 1)
+    return await one_by_one(kind, device, use, "flood")
+
+
+async def one_by_one(kind: str, device: int, use: Callable[..., Any], name: str) -> dict[str, Any]:
+    """Three peers, each killed; and what of our GPU's memory is gone after each, once nothing of it is under way."""
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    found: dict[str, Any] = {}
+    for which in ("first", "second", "third"):
+        row = found[which] = await with_peer(kind, device, use, name)
+        began = time.perf_counter()
+        for thread in threading.enumerate():
+            if thread.name == ABORTS:
+                await anyio.to_thread.run_sync(thread.join, 20)
+        row["aborted_after_s"] = round(time.perf_counter() - began, 2)
+        await anyio.sleep(0.5)
+        torch.cuda.empty_cache()
+        row["memory_not_back_mb"] = round((free - torch.cuda.mem_get_info()[0]) / 1e6, 1)
     return found
 
 

@@ -35,7 +35,8 @@ class PlannedHost(msgspec.Struct, frozen=True):
     """What its stages may take of each of its GPUs; 0 where one of them does not say."""
     pool_bytes: int = 0
     """Memory of its first GPU, beside that, for values on their way: a pool for those that it sends, unless they go
-    to other GPUs by cuda_ipc, and one for each host of another GPU that sends to it by cuda_ipc.
+    to other GPUs by cuda_ipc, and one for each host of another GPU that sends to it by cuda_ipc. And what NCCL takes
+    for each direction to or from another host.
     """
     lane_bytes: int = 0
     """The size of one such pool; what it sends to a host of another GPU lies in one of that host's."""

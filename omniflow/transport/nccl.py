@@ -30,6 +30,8 @@ from omniflow.transport.slabs import BlockPool
 if TYPE_CHECKING:
     import torch
 
+ABORTS = "omniflow aborts"
+"""The name of threads that end communicators."""
 _HERE, _BROKEN = "here", "broken"
 """The notes of a receiver that is there, and of a sender that could not send what a message has promised."""
 
@@ -210,7 +212,7 @@ def _opened(way: Way) -> str | None:
 def _abort_soon(way: Way) -> None:
     """Abort it in a thread: that waits for the GPU, and for threads of NCCL's."""
     way.notes.close()
-    threading.Thread(target=way.abort, daemon=True).start()
+    threading.Thread(target=way.abort, name=ABORTS, daemon=True).start()
 
 
 def _first_line(error: Exception) -> str:
