@@ -11,7 +11,7 @@ from omniflow.engine.loop import EngineLoop
 from omniflow.engine.stats import EngineStats
 from omniflow.weights import Weights, resolve
 
-GATHER_S = 0.005
+GATHER_S = 0.01
 """What a GPU's engine gives faster than this travels together."""
 
 

@@ -338,7 +338,7 @@ def load_engine(
     `device` is cpu, gpu or cuda, or gpu:1 for one by number; `dtype` auto is the checkpoint's. `kv_tokens` are reserved
     in full, whatever else is on the GPU; StartError where they do not fit. `deterministic` makes a request draw the
     same tokens for a seed alone and in any batch; GPU only. Tokens that come within `gather_s` of each other are one
-    output, with many requests within 4 times as long (`sglang_outbox.MANY`); those of several ranks do not wait.
+    output, with many requests within twice as long (`sglang_outbox.MANY`); those of several ranks do not wait.
     `more` are settings of SGLang's `ServerArgs`.
     """
     torch.set_num_threads(threads)
