@@ -276,10 +276,8 @@ def _with_pool(host: PlannedHost, edges: Iterable[PlannedEdge], config: RuntimeC
     }
     pairs = {(edge.source_host, edge.target_host) for edge in edges if edge.transport == "nccl"}
     by_nccl = sum(host.name in pair for pair in pairs)
-    if not out and not writers and not by_nccl:
-        return host
     held = size * (own + len(writers)) + _NCCL_BYTES * by_nccl
-    return msgspec.structs.replace(host, pool_bytes=held, lane_bytes=size)
+    return msgspec.structs.replace(host, pool_bytes=held, lane_bytes=size if out or writers else 0)
 
 
 def _refuse_over_memory(hosts: tuple[PlannedHost, ...], cluster: Cluster) -> None:

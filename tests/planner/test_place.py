@@ -449,7 +449,8 @@ def test_a_host_has_a_pool_for_each_that_writes_to_it_from_another_gpu() -> None
 
     def pools(**config: Any) -> dict[str, int]:
         found = plan(graph.spec(), cluster_named("3xh100"), RuntimeConfig(**config))
-        assert all(host.lane_bytes == (pool if host.pool_bytes or host.name == "a" else 0) for host in found.hosts)
+        one_each = {host.name: host.lane_bytes for host in found.hosts}
+        assert one_each == {"a": pool, "b": pool, "c": pool, "d": 0, "e": 0 if config else pool}
         assert sum(found.gpu_bytes) == sum(host.pool_bytes for host in found.hosts) + 5 * GIB
         return {host.name: host.pool_bytes for host in found.hosts}
 
