@@ -48,7 +48,7 @@ class FlowTalker(EngineStage, TalkerRole, ABC, Generic[Speaker]):
     """
 
     guidance: float
-    """Scale of the head's rule, as its checkpoints are meant to be run; one may tell `prepare` another."""
+    """Scale of the head's rule, as its checkpoints are meant to be run; `prepare` may read it from one."""
     sigma: ClassVar[float]
     """Of the noise between the steps of the flow, at temperature 1."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from actors.flow_talker import FlowPrompt, FlowTalker
+from actors.ming.config import Folders, Talker
 from actors.ming.script import MingScript
 from actors.ming.voices import (
     UNNAMED,
@@ -50,7 +51,7 @@ class MingTalker(FlowTalker[Voice | None]):
         "normt2s",
         "tokenizers",
     )
-    guidance, sigma = 2.0, 0.25
+    sigma = 0.25
 
     def __init__(
         self,
@@ -79,9 +80,6 @@ class MingTalker(FlowTalker[Voice | None]):
 
     async def prepare(self, folder: Path) -> None:
         """Load the tokenizer, and hear the checkpoint's voices."""
-        # Imports torch, so not at the top: a graph is checked and explained without it.
-        from actors.ming.config import Talker
-
         self.guidance = (await self.offload(Talker.load, folder)).manner.guidance
         self._script = await self.offload(MingScript, folder, self._normalise)
         listed = await self.offload(listed_voices, folder)
@@ -108,7 +106,6 @@ class MingTalker(FlowTalker[Voice | None]):
     def load_model(self, folder: Path, device: str, dtype: torch.dtype) -> TalkerModel:
         # Imports torch, so not at the top: a graph is checked and explained without it.
         from actors.checkpoint import read_tensors
-        from actors.ming.config import Folders, Talker
         from actors.ming.talker import load_talker
 
         return load_talker(Talker.load(folder), read_tensors(Folders.of(folder).talker), device, dtype)

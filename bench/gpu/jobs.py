@@ -135,7 +135,7 @@ ROWS = (
     Job(
         "transports.kills",
         "python -m bench.gpu.transports kills --json {json}",
-        60,
+        75,
         "kill -9 of either end",
         gpus="2",
     ),

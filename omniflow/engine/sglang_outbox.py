@@ -83,7 +83,8 @@ class Outbox:
     def stream_output(self, reqs: list[Any], return_logprob: bool, skip_req: Any = None) -> None:
         """Called by SGLang with the requests of a batch whose results are in. `skip_req` still reads its prompt."""
         now = time.monotonic()
-        waits = self.frames is None and now - self._gave < self.gather_s * (1 + (len(reqs) >= MANY))
+        gather_s = 2 * self.gather_s if len(reqs) >= MANY else self.gather_s
+        waits = self.frames is None and now - self._gave < gather_s
         for place, req in enumerate(reqs):
             finished, start = req.finished(), req.send_token_offset
             # With overlap a request is in one batch more after its last: `finished_output` says that it was told.

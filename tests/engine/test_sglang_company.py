@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from array import array
 from collections.abc import Iterator
 from random import Random
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from omniflow.engine.base import EngineRequest, Sampling
+from omniflow.engine.places import PLAIN
 from omniflow.engine.transformers import TransformersEngine
 from tests.engine.company import aborted_after, any_requests, cut_as, in_company
 from tests.engine.test_sglang import GPU, assert_same, decode, greedy
@@ -194,3 +196,29 @@ def test_tokens_that_may_wait_do_not_wait_for_the_first_ones_of_others(
     engine.abort("long")
     drain(engine)
     assert_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize(("count", "wait_s"), [(1, 4.0), (15, 4.0), (16, 8.0)])
+def test_tokens_of_many_requests_wait_twice_as_long(count: int, wait_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from omniflow.engine import sglang_outbox
+
+    now = [1e9]
+    monkeypatch.setattr(sglang_outbox, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    outbox = sglang_outbox.Outbox()
+    outbox.gather_s = 4.0
+    running = {"finished": lambda: False, "finished_output": False, "finished_len": None, "return_logprob": False}
+    reqs = [SimpleNamespace(rid=str(n), send_token_offset=0, output_ids=array("q"), **running) for n in range(count)]
+    outbox.asides = {req.rid: sglang_outbox.Aside(PLAIN, None, may_wait=True) for req in reqs}
+
+    def told_after(seconds: float) -> int:
+        now[0] += seconds
+        for req in reqs:
+            req.output_ids.append(7)
+        outbox.stream_output(reqs, False)
+        told, outbox.progress = outbox.progress, []
+        return sum(len(each.ids) for each in told)
+
+    assert told_after(0.0) == count  # the first
+    assert told_after(100.0) == count
+    assert told_after(wait_s - 0.5) == 0
+    assert told_after(0.5) == 2 * count

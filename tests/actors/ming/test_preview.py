@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -195,14 +194,6 @@ def test_a_voice_without_its_words_or_of_another_release_is_refused() -> None:
     assert refused.value.param == "ref_text"
     with pytest.raises(InvalidInputError, match="the voice is none of this model"):
         decode_voice(msgspec.msgpack.encode(Voice(64, latents, bytes(4 * 192))), "said", 64, PATCH, 0)
-
-
-@pytest.fixture(scope="module")
-async def talker(anyio_backend: str, folder: Path) -> AsyncIterator[MingTalker]:
-    actor = MingTalker(model=str(folder))
-    await actor.setup()
-    yield actor
-    await actor.close()
 
 
 async def speak(talker: MingTalker, **options: object) -> list[Latents]:

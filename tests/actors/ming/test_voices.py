@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -50,14 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def encode(folder: Path) -> VoiceEncoder:
     return VoiceEncoder(folder)
-
-
-@pytest.fixture(scope="module")
-async def talker(anyio_backend: str, folder: Path) -> AsyncIterator[MingTalker]:
-    actor = MingTalker(model=str(folder))
-    await actor.setup()
-    yield actor
-    await actor.close()
 
 
 @pytest.fixture(scope="module")
