@@ -43,9 +43,9 @@ As of the last run below, and of those before it for what it has not measured.
 | `kill -9`: seen; streams go on; memory back | 0.3-4 ms; 1-23 ms; all of it |
 | two hosts on GPUs up; back after `kill -9` | 2.9-5.5 s; 3.6-4.6 s |
 
-A value of 16 MB takes bare NCCL 80 µs, or 57 in a stream. On an edge of NCCL the two ends tell each other of each value: that takes 120 to 180 µs one value at a
-time, and in a stream the processor of the receiving end some 60 µs a value, or 80 on machines, and at times, at which all its calls of CUDA take longer. Then it is the
-processor that sets the pace at 16 MB; at 64 MB it never does. An edge of `cuda_ipc`, the default between GPUs, has nothing to meet for. Since these runs a receive
+A value of 16 MB takes bare NCCL 80 µs, or 57 in a stream. On an edge of NCCL the two ends tell each other of each value: that takes 105 to 184 µs one value at a
+time. In a stream the slow runs took 78 to 94 µs a value, and the others 57 to 60. What is slow there is taken to be the processor of the receiving end, which was not
+timed in a stream: one value at a time its calls took 48 to 63 µs, with the clocks around them. At 64 MB none was slow. An edge of `cuda_ipc`, the default between GPUs, has nothing to meet for. Since these runs a receive
 by NCCL makes fewer calls (no new event, no look at each event before), which was not run on GPUs.
 
 What was not run on GPUs: more than two of them; GPUs without NVLink. Streams are 40 values long, and 200 in `gpu_2026-11-30/nccl_rounds`, the four
