@@ -50,7 +50,8 @@ class Thinker(EngineStage, ThinkerRole):
 
     `engine` sglang is for GPUs: SGLang in this process, which it has for itself. There `dtype` is that of the weights
     (auto: the checkpoint's), `kv_tokens` are reserved at the start, and a `seed` needs `deterministic`, which costs
-    speed. The engine transformers computes in float32.
+    speed. Prompts of up to 1,024 tokens are read as CUDA graphs, which halves the time to the first token and takes 0.1
+    to 0.3 GB; a model that cannot is started with `prompt_graphs` false. The engine transformers computes in float32.
 
     An answer that a request wants as JSON, or as calls of tools, is held to it while it is written
     (actors/answer_grammar.py): it is whole and follows its schema, unless `max_tokens` cut it.
@@ -76,10 +77,15 @@ class Thinker(EngineStage, ThinkerRole):
         engine: Literal["transformers", "sglang"] = "transformers",
         dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         deterministic: bool = False,
+        prompt_graphs: bool = True,
     ) -> None:
         super().__init__(model, device, threads)
         self._engine = engine
-        self._sglang: dict[str, Any] = {"dtype": dtype, "deterministic": deterministic}
+        self._sglang: dict[str, Any] = {
+            "dtype": dtype,
+            "deterministic": deterministic,
+            "prompt_graphs": prompt_graphs,
+        }
         self._defaults = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k)
         self._repetition_penalty = repetition_penalty
         self._limits: dict[str, Any] = {"max_running": max_running, "max_waiting": max_waiting, "kv_tokens": kv_tokens}

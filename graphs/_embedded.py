@@ -23,7 +23,7 @@ embedded = {
     "thinker": bind(
         Thinker,
         model="smollm2-135m-instruct",
-        memory=Budget("650 MB", "300 MB", kv_tokens=16384, kv_bytes_per_token=46080, heads=9, kv_heads=3),
+        memory=Budget("650 MB", "500 MB", kv_tokens=16384, kv_bytes_per_token=46080, heads=9, kv_heads=3),
         restart=again,
     ),
     "detokenize": bind(Detokenize, model="smollm2-135m-instruct"),

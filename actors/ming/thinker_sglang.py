@@ -23,12 +23,14 @@ def load_sglang_thinker(folder: Path, *, max_running: int = 8, **settings: Any) 
     """An engine on the thinker of the checkpoint in `folder`; call it in the thread that will call `step`.
 
     Its requests may have `places` and `kinds` (`actors.ming.prompt.places`, TEXT, IMAGE, AUDIO). `settings` are those
-    of `omniflow.engine.sglang.load_engine`; `dtype` auto is bfloat16 where the checkpoint does not say. Raises
-    WeightsError.
+    of `omniflow.engine.sglang.load_engine`; `prompt_graphs` counts for nothing here, and `dtype` auto is bfloat16 where
+    the checkpoint does not say. Raises WeightsError.
     """
     register("actors.ming.sglang_model")
     with tempfile.TemporaryDirectory() as shown:
         show_thinker(folder, Path(shown), max_running + 1)
+        # A batch is told its places before it runs (`PlacedModel.read`): no graph of a prompt would find them.
+        settings["prompt_graphs"] = False
         return load_engine(Path(shown), max_running=max_running, **settings)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from actors.stage import GATHER_S
 from actors.thinker import Thinker
 from omniflow.engine.base import Engine
 
@@ -12,7 +13,7 @@ class MingThinker(Thinker):
     """Ming-flash-omni's thinker (BailingMoeV2): a `Thinker` whose prompts have rows of sound and sight.
 
     `model` is a whole checkpoint, of which the other parts are left where they are. The engine transformers is the
-    reference; it takes the weights in float32, 4 bytes each.
+    reference; it takes the weights in float32, 4 bytes each. Its prompts are not read as CUDA graphs.
     """
 
     preload = ("torch", "omniflow.engine.transformers", "actors.ming.thinker_model")
@@ -28,6 +29,7 @@ class MingThinker(Thinker):
                 grammars=grammars,
                 device=self._device,
                 threads=self._threads,
+                gather_s=GATHER_S,
                 ranks=self.ranks,
                 **self._limits,
                 **self._sglang,

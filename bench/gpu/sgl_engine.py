@@ -66,7 +66,7 @@ class SglEngine:
 def built(settings: Mapping[str, Any]) -> Any:
     import sglang as sgl
 
-    from omniflow.engine.sglang_settings import graph_sizes
+    from omniflow.engine.sglang_settings import PROMPT_GRAPHS, graph_sizes
 
     return sgl.Engine(
         **settings["model"],
@@ -78,7 +78,7 @@ def built(settings: Mapping[str, Any]) -> Any:
         max_running_requests=settings["max_running"],
         mem_fraction_static=0.95,
         cuda_graph_bs_decode=graph_sizes(settings["max_running"]),
-        disable_prefill_cuda_graph=True,
+        cuda_graph_bs_prefill=list(PROMPT_GRAPHS),
         log_level="error",
     )
 

@@ -330,6 +330,7 @@ def load_engine(
     dtype: str = "auto",
     deterministic: bool = False,
     gather_s: float = 0.0,
+    prompt_graphs: bool = True,
     ranks: Ranks = ALONE,
     **more: Any,
 ) -> SGLangEngine:
@@ -338,11 +339,12 @@ def load_engine(
     `device` is cpu, gpu or cuda, or gpu:1 for one by number; `dtype` auto is the checkpoint's. `kv_tokens` are reserved
     in full, whatever else is on the GPU; StartError where they do not fit. `deterministic` makes a request draw the
     same tokens for a seed alone and in any batch; GPU only. Tokens that come within `gather_s` of each other are one
-    output, with many requests within twice as long (`sglang_outbox.MANY`); those of several ranks do not wait.
-    `more` are settings of SGLang's `ServerArgs`.
+    output, with many requests within twice as long (`sglang_outbox.MANY`); those of several ranks do not wait. A GPU
+    reads short prompts as CUDA graphs (`sglang_settings.PROMPT_GRAPHS`), unless `prompt_graphs` is false: for a model
+    that makes tensors for a batch outside of SGLang's. `more` are settings of SGLang's `ServerArgs`.
     """
     torch.set_num_threads(threads)
-    settings = server_settings(device, max_running, kv_tokens, deterministic)
+    settings = server_settings(device, max_running, kv_tokens, deterministic, prompt_graphs=prompt_graphs)
     settings |= {"dtype": dtype, "model_path": str(folder)}
     scheduler = build(SteppedScheduler, settings | more, ranks)
     # Each rank would decide by its own clock what waits, and what ranks tell is compared step by step.

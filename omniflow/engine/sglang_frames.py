@@ -214,7 +214,8 @@ def build_frame_engine(
     """
     torch.set_num_threads(threads)
     register("omniflow.engine.sglang_models")
-    settings = server_settings(device, max_running, kv_tokens, deterministic)
+    # Its prompts are embeddings, which SGLang does not read as CUDA graphs.
+    settings = server_settings(device, max_running, kv_tokens, deterministic, prompt_graphs=False)
     settings |= {"dtype": dtype, "load_format": "dummy", "disable_radix_cache": True}
     token = SETUP.set(FrameSetup(head, max_running + 1, max_steps))
     try:

@@ -6,13 +6,14 @@ import copy
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 import torch
 
 from omniflow.engine.base import EngineRequest
+from omniflow.engine.transformers import TransformersEngine
 from tests.engine.test_sglang_frames import ask, frame_model, frames_of
 from tests.engine.test_sglang_frames import run as run_frames
 from tests.engine.tiny import ids_of, prompt, request, run, tiny_llama
@@ -36,6 +37,43 @@ def deterministic(tmp_path: Path) -> Iterator[SGLangEngine]:
     engine = load_engine(tmp_path, dtype="bfloat16", kv_tokens=4096, max_running=8, deterministic=True)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[SGLangEngine]:
+    from omniflow.engine.sglang import load_engine
+
+    tiny_llama().save_pretrained(tmp_path)
+    engine = load_engine(tmp_path, dtype="float32", kv_tokens=4096, max_running=8)
+    yield engine
+    engine.close()
+
+
+def test_short_prompts_are_read_as_cuda_graphs(plain: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = plain._scheduler.tp_worker.model_runner.prefill_cuda_graph_runner
+    read, execute = [], graphs.execute
+
+    def counted(batch: Any, **settings: Any) -> Any:
+        read.append(len(batch.input_ids))
+        return execute(batch, **settings)
+
+    monkeypatch.setattr(graphs, "execute", counted)
+    reference = TransformersEngine(tiny_llama())
+    lengths = [3, 9, 33, 130, 200, 64]  # longer and shorter than the one before, and as long as a graph
+    for length in lengths:
+        asked = [msgspec.structs.replace(request(str(length), prompt(length, length), max_tokens=2), hidden="all")]
+        ours, theirs = (run(each, asked)[str(length)] for each in (plain, reference))
+        assert ids_of(ours) == ids_of(theirs)
+        mine, wanted = (
+            torch.cat([output.hidden for output in each if output.hidden is not None]) for each in (ours, theirs)
+        )
+        assert mine.shape == wanted.shape
+        assert (mine.cpu() - wanted).abs().max() < 1e-2
+    assert read == lengths
+    together = [request(f"together {length}", prompt(length, 1000 + length), max_tokens=2) for length in lengths]
+    found, wanted_of_all = (run(each, together) for each in (plain, reference))
+    assert {id: ids_of(each) for id, each in found.items()} == {id: ids_of(each) for id, each in wanted_of_all.items()}
+    assert len(read) > len(lengths)
 
 
 def drawn(id: str, seed: int, length: int = 20) -> EngineRequest:
