@@ -110,6 +110,8 @@ class EngineLoop:
         self._gathering = Gathering(gather_s)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._wake = threading.Condition()
+        self._said: list[Command] = []
+        """Of this turn of the event loop: those that come at once are read as one batch, and wake the engine once."""
         self._commands: list[Command] = []
         self._closing = False
         self._step_began: float | None = None
@@ -168,9 +170,15 @@ class EngineLoop:
                 self._send(Command(request.id, lambda engine: engine.abort(request.id)))
 
     def _send(self, command: Command) -> None:
+        if not self._said:
+            self._asyncio.call_soon(self._hand_in)
+        self._said.append(command)
+
+    def _hand_in(self) -> None:
         with self._wake:
-            self._commands.append(command)
+            self._commands += self._said
             self._wake.notify()
+        self._said.clear()
 
     def _run(self) -> None:
         try:

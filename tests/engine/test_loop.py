@@ -105,6 +105,26 @@ async def test_generations_run_together_and_each_gets_its_own() -> None:
     assert got == {str(number): list(range(number)) for number in range(1, 6)}
 
 
+async def test_requests_of_one_turn_of_the_event_loop_are_one_batch() -> None:
+    engine, batches, began = CountingEngine(), list[int](), threading.Event()
+    engine_step = engine.step
+
+    def step() -> list[EngineOutput]:
+        batches.append(len(engine.running))
+        began.set()
+        return engine_step()
+
+    engine.step = step  # type: ignore[method-assign]
+    async with (
+        running(lambda: engine) as loop,
+        loop.generate(request("a", [1], max_tokens=2)) as first,
+    ):
+        assert not began.wait(0.05)  # its thread is free to begin
+        async with loop.generate(request("b", [1], max_tokens=2)) as second:
+            assert ids_of([output async for output in first]) == ids_of([output async for output in second]) == [0, 1]
+    assert batches == [2, 2]
+
+
 async def test_the_real_engine_gives_what_it_gives_alone() -> None:
     expected = run(TransformersEngine(tiny_llama()), [request("a", prompt(20), seed=3, temperature=1.0)])["a"]
     async with (
