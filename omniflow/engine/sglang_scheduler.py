@@ -17,6 +17,7 @@ import omniflow.engine.sglang_environment  # noqa: F401 - before SGLang
 # isort: split
 from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.scheduler import DynamicGradMode, Scheduler
 
 from omniflow.engine.places import PLAIN
@@ -141,10 +142,18 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         elif batch:
             self.process_batch_result(batch, self.run_batch(batch))
         self.last_batch = batch
+        self._drop_taken_back()
         if batch is None:
             self.on_idle()  # raises where a KV slot was lost
         progress, self.outbox.progress = self.outbox.progress, []
         return progress
+
+    def _drop_taken_back(self) -> None:
+        """End those that were aborted and then lost their memory to others: SGLang would wait for room to read them
+        again before it does.
+        """
+        for req in [req for req in self.waiting_queue if req.to_finish is not None]:
+            self.abort_request(AbortReq(rid=req.rid))
 
     def _step_overlapped(self, batch: Any) -> None:
         if self.result_queue and self.is_disable_overlap_for_batch(batch, last_batch=self.last_batch):

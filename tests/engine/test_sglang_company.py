@@ -159,6 +159,28 @@ def test_an_abort_at_any_step_ends_the_one_that_is_named(
         assert_nothing_is_left(engine)
 
 
+def test_who_is_aborted_does_not_wait_to_be_read_again(
+    engine: SGLangEngine, taken_back: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aborted before the step that takes its memory, it is gone after that step."""
+    kind = type(engine._scheduler.running_batch)
+    take_back = kind.retract_decode
+
+    def after_aborts(batch: Any, *args: Any, **settings: Any) -> Any:
+        for each in many():
+            engine.abort(each.id)
+        return take_back(batch, *args, **settings)
+
+    monkeypatch.setattr(kind, "retract_decode", after_aborts)
+    for each in many():
+        engine.start(each)
+    while not taken_back:
+        engine.step()
+    assert engine.stats().num_waiting == 0
+    assert all(outputs[-1].finish_reason == "abort" for outputs in drain(engine).values())
+    assert_nothing_is_left(engine)
+
+
 def test_a_repetition_penalty_counts_the_tokens_of_the_prompt_and_no_embeddings(
     engine: SGLangEngine, reference: TransformersEngine
 ) -> None:
