@@ -20,7 +20,7 @@ import numpy as np
 
 from actors.roles import TalkerRole
 from actors.seeds import part_seed, request_seed
-from actors.stage import GATHER_S, EngineStage
+from actors.stage import GATHER_S, EngineStage, lacks_sglang
 from omniflow.actor import Context, Count, Emit, Stream
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
 from omniflow.engine.loop import EngineLoop
@@ -112,6 +112,15 @@ class ArTalker(EngineStage, TalkerRole, ABC):
     @classmethod
     def wants_process(cls, settings: Mapping[str, Any]) -> bool:
         return settings.get("engine") == "sglang"
+
+    @classmethod
+    def refuses_cpu(cls, settings: Mapping[str, Any]) -> str | None:
+        why = "engine='sglang' is for GPUs; set device='gpu', or engine='reference'"
+        return why if cls.wants_process(settings) else None
+
+    @classmethod
+    def lacks(cls, settings: Mapping[str, Any]) -> str | None:
+        return lacks_sglang() if cls.wants_process(settings) else None
 
     async def setup(self) -> None:
         """Load the model, and say a word. Raises WeightsError where it cannot be loaded."""

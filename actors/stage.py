@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC
 from collections.abc import Sequence
 
@@ -42,6 +43,13 @@ class EngineStage(ModelStage, ABC):
 
     async def close(self) -> None:
         await self._loop.close()
+
+
+def lacks_sglang() -> str | None:
+    """What `Actor.lacks` says of an engine on SGLang."""
+    if importlib.util.find_spec("sglang") is not None:
+        return None
+    return "engine='sglang' needs SGLang, which is not installed here: `pip install 'omniflow[sglang]'` (docs/gpu.md)"
 
 
 def torch_device(device: str) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from actors.answer_grammar import AnswerGrammar, answer_grammar
 from actors.checkpoint import language_part, read_json
 from actors.roles import ThinkerRole
-from actors.stage import GATHER_S, EngineStage
+from actors.stage import GATHER_S, EngineStage, lacks_sglang
 from actors.tokenizer import load_tokenizer
 from actors.tool_format import HERMES
 from omniflow.actor import Context, Count, Emit
@@ -97,6 +97,15 @@ class Thinker(EngineStage, ThinkerRole):
     @classmethod
     def refuses_tp(cls, settings: Mapping[str, Any]) -> str | None:
         return None if cls.wants_process(settings) else "its engine runs on one GPU; set engine='sglang'"
+
+    @classmethod
+    def refuses_cpu(cls, settings: Mapping[str, Any]) -> str | None:
+        why = "engine='sglang' is for GPUs; set device='gpu', or engine='transformers'"
+        return why if cls.wants_process(settings) else None
+
+    @classmethod
+    def lacks(cls, settings: Mapping[str, Any]) -> str | None:
+        return lacks_sglang() if cls.wants_process(settings) else None
 
     async def setup(self) -> None:
         """Raises WeightsError where the model cannot be loaded, StartError where it cannot be split by `tp`."""

@@ -171,6 +171,19 @@ class Actor:
         """Why an instance with these settings cannot be split over several GPUs; None: it can. By default none can."""
         return f"{cls.__name__} runs on one GPU"
 
+    @classmethod
+    def refuses_cpu(cls, settings: Mapping[str, Any]) -> str | None:
+        """Why an instance with these settings cannot run on a CPU; None: it can. By default all can."""
+        return None
+
+    @classmethod
+    def lacks(cls, settings: Mapping[str, Any]) -> str | None:
+        """What is not installed here that an instance with these settings needs, and how to get it; None: nothing.
+
+        Asked before weights are fetched, and where a host starts; a plan for another machine does not ask.
+        """
+        return None
+
     def weights(self) -> Sequence[Weights]:
         """What `setup` will read from disk; fetched with a progress bar before any host starts."""
         return ()

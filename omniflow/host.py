@@ -37,6 +37,7 @@ from omniflow.errors import (
     RequestError,
     StageDiedError,
     StageError,
+    StartError,
 )
 from omniflow.mailbox import Credits, Mailbox
 from omniflow.messages import (
@@ -130,7 +131,13 @@ def hot_window_s(plan: Plan, config: RuntimeConfig) -> float:
 
 
 def actor_of(stage: Stage, ranks: Ranks) -> Actor:
-    """A stage's actor, before `setup`. It knows of `ranks` where it is the stage that is split."""
+    """A stage's actor, before `setup`. It knows of `ranks` where it is the stage that is split.
+
+    Raises StartError where something is not installed that it needs.
+    """
+    lacking = stage.actor.lacks(stage.settings)
+    if lacking is not None:
+        raise StartError(lacking)
     actor = stage.actor(**arguments_of(stage))
     if stage.tp > 1:
         actor.ranks = ranks

@@ -293,7 +293,7 @@ def test_explain_plans_for_machines_that_are_not_here(cli: Cli) -> None:
     assert "gpu:3" in out
     line = refused(cli("explain", PARROT, "--cluster", "8xh2000"))
     assert line.startswith("unknown cluster '8xh2000'; write cpu, or NxGPU")
-    assert "it wants a GPU, and cluster 'cpu' has none" in refused(
+    assert "it wants a GPU (device='gpu'), and cluster 'cpu' has none" in refused(
         cli("explain", PARROT, "--cluster", "cpu", "--set", "hum.device=gpu")
     )
 
@@ -497,6 +497,24 @@ def test_run_refuses_missing_weights_and_actors_that_cannot_say_theirs(cli: Cli)
     assert line == "stage 'a': Needy cannot say what weights it needs: ZeroDivisionError: division by zero"
 
 
+def test_what_is_not_installed_is_told_before_weights_are_looked_at(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    lacks = """
+    @classmethod
+    def lacks(cls, settings):
+        return "install fast-engine" if settings.get("model") == "fast" else None
+
+    def weights(self):"""
+    Path("needy_lacks.py").write_text(NEEDY.replace("\n    def weights(self):", lacks))
+    model = ("--set", "a.model=fast")
+    assert refused(cli("run", "needy_lacks.py", "--port", "0", *model)) == "stage 'a': install fast-engine"
+    assert cli("explain", "needy_lacks.py", *model).code == 0
+    told = cli("doctor", "needy_lacks.py", *model)
+    assert told.code == 1 and re.search(r"^a +not complete +install fast-engine", told.out, re.MULTILINE)
+    assert "fast-engine" not in cli("doctor", "needy_lacks.py").out
+    assert "its stages name no budgets" in told.out
+
+
 def test_models_of_all_shipped_graphs(cli: Cli) -> None:
     out = cli("models", "list").out
     assert "smollm2-135m-instruct" in out and "piper-joe" in out
@@ -609,6 +627,8 @@ def test_doctor_looks_at_what_a_graph_needs_too(tuned: Callable[..., Ran], cli: 
     assert away.code == 1
     assert re.search(r"^hf:own/er +missing +weights of first; .*there is no such folder", away.out, re.MULTILINE)
     assert "name it, too" in refused(cli("doctor", "--profile", "large"))
+    assert "name it, too" in refused(cli("doctor", "--set", "a.b=c"))
+    assert tuned("doctor", "--profile", "small", "--set", "first.device=gpu").code == 1
     assert "the name of the checkpoint is empty" in refused(tuned("doctor", "--model", ""))
 
 
@@ -967,7 +987,7 @@ def test_keys_a_certificate_and_a_log_for_programs(start: Start, tmp_path: Path)
         (["--ssl-certfile", "/gone.pem"], "cannot use /gone.pem for TLS: No such file or directory"),
         (["--ssl-keyfile", "/gone.pem"], "server.ssl_keyfile needs the certificate, too"),
         (["--api-key", "two words"], "server.api_keys=(hidden): Expected `str` matching regex"),
-        (["--log-format", "xml"], "server.log_format='xml': Invalid enum value 'xml'"),
+        (["--log-format", "xml"], "server.log_format='xml': Invalid enum value 'xml'; write text or json"),
     ],
 )
 def test_options_of_the_server_that_are_wrong(cli: Cli, options: list[str], expected: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,9 +10,11 @@ import anyio
 import numpy as np
 import pytest
 
-from omniflow.errors import InvalidInputError, StageDiedError
+from omniflow.actor import Actor
+from omniflow.engine.ranks import ALONE
+from omniflow.errors import InvalidInputError, StageDiedError, StartError
 from omniflow.graph import Graph
-from omniflow.host import Host, host_spec
+from omniflow.host import Host, actor_of, host_spec
 from omniflow.media import Options, TextDelta
 from omniflow.messages import (
     READER_GONE,
@@ -31,6 +33,7 @@ from omniflow.messages import (
 )
 from omniflow.planner import plan
 from omniflow.planner.plan import FRONT
+from omniflow.topology import Stage
 from omniflow.transport.local_object import LocalObjectLink, local_pair
 
 from .contract.ends import Inbox
@@ -331,3 +334,15 @@ class Stuck:
 
     async def flushed(self) -> None:
         await self.free.wait()
+
+
+async def test_a_host_that_lacks_something_says_so_itself() -> None:
+    """A program of one's own does not pass by the command line."""
+
+    class Lacking(Actor):
+        @classmethod
+        def lacks(cls, settings: Mapping[str, Any]) -> str | None:
+            return "install fast-engine"
+
+    with pytest.raises(StartError, match="^install fast-engine$"):
+        actor_of(Stage("a", Lacking), ALONE)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from omniflow import __version__
 from omniflow.cli import clients
-from omniflow.cli.chosen import Chosen, choose, layers_of, needs_of
+from omniflow.cli.chosen import Chosen, choose, layers_of, needs_of, refuse_what_lacks
 from omniflow.cli.doctor import examine, examine_graph, findings_table
 from omniflow.cli.machine import memory_bytes, num_cores, this_machine
 from omniflow.cli.models import models_table, needs_everywhere, server_needs, weights_named
@@ -131,6 +131,7 @@ def run(
     serving.write_log(chosen.configured.server)
     cluster = msgspec.structs.replace(this_machine(), single_process=single_process)
     plan = make_plan(chosen.spec, cluster, chosen.configured.runtime)
+    refuse_what_lacks(chosen.spec)
     console = output_console()
     keep = replaying.Keep(record, record_max, record_max_bytes) if record else None
     with replaying.recorder_of(keep, plan, graph, chosen.layers) as recorder:
@@ -290,11 +291,14 @@ def doctor(
     graph: Annotated[str | None, typer.Argument(metavar="[GRAPH]", help="Look at what this graph needs, too.")] = None,
     profile: Profile = None,
     model: Model = None,
+    set_: Settings = None,
+    config: ConfigFile = None,
 ) -> None:
     """Look at this machine and this installation, and say what each finding means."""
-    if graph is None and (profile is not None or model is not None):
-        raise ConfigError("--profile and --model are for a graph; name it, too: omniflow doctor GRAPH --profile NAME")
-    chosen = choose(graph, profile, [], model) if graph else None
+    if graph is None and (profile or model or set_ or config):
+        what = "--profile, --model, --set and --config are for a graph"
+        raise ConfigError(f"{what}; name it, too: omniflow doctor GRAPH --profile NAME")
+    chosen = choose(graph, profile, layers_of(config, set_ or [], {}), model) if graph else None
     findings = examine() + (examine_graph(chosen, this_machine()) if chosen else [])
     output_console().print(findings_table(findings))
     if any(finding.verdict == "missing" for finding in findings):

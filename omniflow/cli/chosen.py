@@ -83,6 +83,22 @@ def _why(graph: Graph, spec: GraphSpec, reason: str | None) -> str:
     return f"profile {spec.profile.name} ({reason}): {spec.profile.why}"
 
 
+def lacking(spec: GraphSpec) -> list[StartError]:
+    """What is not installed here that the stages of a graph need, a stage each."""
+    found = []
+    for stage in spec.stages:
+        why = None if stage.name in spec.absent else stage.actor.lacks(stage.settings)
+        if why is not None:
+            found.append(StartError(why, stage=stage.name))
+    return found
+
+
+def refuse_what_lacks(spec: GraphSpec) -> None:
+    """Raises StartError where a stage needs what is not installed: before anything is fetched."""
+    for error in lacking(spec):
+        raise error
+
+
 class Need(msgspec.Struct, frozen=True):
     """Weights, and the stages that read them."""
 

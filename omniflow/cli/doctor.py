@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from omniflow import __version__
-from omniflow.cli.chosen import Chosen, Need, needs_of
+from omniflow.cli.chosen import Chosen, Need, lacking, needs_of
 from omniflow.cli.gpu_probe import try_sharing
 from omniflow.cli.machine import find_gpus, memory_bytes, num_cores, unshared, visible_gpus
 from omniflow.cli.tables import new_table, size_text
@@ -63,8 +63,9 @@ def examine() -> list[Finding]:
 
 
 def examine_graph(chosen: Chosen, cluster: Cluster) -> list[Finding]:
-    """Whether a graph under its profile fits onto this machine, and which of its weights are here."""
-    return [_plan(chosen, cluster), *map(_weights, needs_of(chosen.spec))]
+    """Whether a graph under its profile fits onto this machine, what is not installed, and which weights are here."""
+    missing = [Finding(str(error.stage), "not complete", "missing", error.message) for error in lacking(chosen.spec)]
+    return [_plan(chosen, cluster), *missing, *map(_weights, needs_of(chosen.spec))]
 
 
 def _plan(chosen: Chosen, cluster: Cluster) -> Finding:
@@ -74,8 +75,9 @@ def _plan(chosen: Chosen, cluster: Cluster) -> Finding:
         made = plan(spec, cluster, chosen.configured.runtime)
     except PlanError as error:
         return Finding(topic, "does not fit", "missing", str(error))
-    budgets = size_text(sum(host.budget_bytes for host in made.hosts))
-    meaning = f"its stages have budgets of {budgets} in all; `omniflow explain` shows where they would run"
+    total = sum(host.budget_bytes for host in made.hosts)
+    budgets = f"its stages have budgets of {size_text(total)} in all" if total else "its stages name no budgets"
+    meaning = f"{budgets}; `omniflow explain` shows where they would run"
     return Finding(topic, "fits", "ok", meaning)
 
 

@@ -54,6 +54,9 @@ def _place_devices(stages: list[Stage], cluster: Cluster) -> dict[str, tuple[str
     for stage in order:
         _refuse_tp(stage)
         if stage.device == "cpu":
+            why = stage.actor.refuses_cpu(stage.settings)
+            if why is not None:
+                raise PlanError(f"device='cpu' cannot be: {why}", stage=stage.name)
             placed[stage.name] = _CPU
             continue
         chosen = _choose_gpus(stage, free, cluster)
@@ -91,9 +94,11 @@ def _choose_gpus(stage: Stage, free: list[int], cluster: Cluster) -> list[int]:
     if kind != "gpu" or (number and not number.isdigit()):
         raise PlanError(f"device {stage.device!r} is unknown; write cpu, gpu or gpu:0", stage=stage.name)
     if not cluster.gpus:
+        other = " and another engine" if stage.actor.refuses_cpu(stage.settings) is not None else ""
         raise PlanError(
-            f"it wants a GPU, and cluster {cluster.name!r} has none; choose a profile for CPUs (--profile), or "
-            f"set {stage.name}.device=cpu",
+            f"it wants a GPU (device={stage.device!r}), and cluster {cluster.name!r} has none; "
+            f"choose a profile for CPUs (--profile), or set {stage.name}.device=cpu{other} "
+            "(`omniflow doctor` shows the GPUs of this machine)",
             stage=stage.name,
         )
     if number:

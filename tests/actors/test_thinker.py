@@ -324,9 +324,20 @@ async def test_refusals_of_the_engine_end_the_request_only(folder: Path) -> None
         assert (await think(thinker, prompt(3), max_tokens=2, temperature=0.0))[1].completion_tokens == 2
 
 
-async def test_sglang_has_its_process_for_itself() -> None:
+async def test_sglang_has_its_process_for_itself_on_a_gpu() -> None:
     assert Thinker.wants_process({"engine": "sglang"})
     assert not Thinker.wants_process({})
+    refused = "engine='sglang' is for GPUs; set device='gpu', or engine='transformers'"
+    assert Thinker.refuses_cpu({"engine": "sglang"}) == refused
+    assert Thinker.refuses_cpu({}) is None
+
+
+@pytest.mark.parametrize("installed", [True, False])
+async def test_sglang_has_to_be_installed(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    why = "engine='sglang' needs SGLang, which is not installed here: `pip install 'omniflow[sglang]'` (docs/gpu.md)"
+    assert Thinker.lacks({"engine": "sglang"}) == (None if installed else why)
+    assert Thinker.lacks({}) is None
 
 
 async def test_a_cancelled_run_leaves_the_batch(folder: Path) -> None:

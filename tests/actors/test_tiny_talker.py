@@ -199,6 +199,13 @@ def test_an_engine_that_owns_its_process_gets_one() -> None:
     assert not TinyTalker.wants_process({})
 
 
+def test_sglang_is_for_gpus_and_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "set device='gpu', or engine='reference'" in str(TinyTalker.refuses_cpu({"engine": "sglang"}))
+    assert "needs SGLang" in str(TinyTalker.lacks({"engine": "sglang"}))
+    assert TinyTalker.refuses_cpu({}) is None and TinyTalker.lacks({}) is None
+
+
 def test_a_frame_is_the_sum_of_its_codes_in_the_codebooks(script: TinyTalkerScript) -> None:
     codes = np.arange(16).reshape(2, 8)
     frames = script.frames(codes)

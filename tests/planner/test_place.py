@@ -320,6 +320,27 @@ def test_the_thinker_is_split_by_sglang_alone() -> None:
     assert (host.devices, host.ranks) == (("gpu:0", "gpu:1", "gpu:2"), 3)
 
 
+@pytest.mark.parametrize("stage", ["thinker", "talker"])
+def test_sglang_is_for_gpus(stage: str) -> None:
+    """Also where it is not installed: the plan is for another machine."""
+    graph, layers = ming_omni.graph.spec("embedded"), [set_layer([f"{stage}.engine=sglang"])]
+    with pytest.raises(
+        PlanError, match=f"stage '{stage}': device='cpu' cannot be: engine='sglang' is for GPUs; set dev"
+    ):
+        plan(configure(graph, layers).spec, cluster_named("8xh200"))
+    layers.append(set_layer([f"{stage}.device=gpu"]))
+    with pytest.raises(PlanError, match=f"or set {stage}.device=cpu and another engine"):
+        plan(configure(graph, layers).spec, cluster_named("cpu"))
+    assert plan(configure(graph, layers).spec, cluster_named("1xh200"))
+
+
+def test_kv_tokens_that_are_set_are_planned_for() -> None:
+    graph = ming_omni.graph.spec("embedded")
+    layers = [set_layer(["thinker.engine=sglang", "thinker.device=gpu", "thinker.kv_tokens=10000000"])]
+    with pytest.raises(PlanError, match="stage 'thinker': it needs 430.22 GiB on GPU 0, which has 134.00 GiB"):
+        plan(configure(graph, layers).spec, cluster_named("1xh200"))
+
+
 def test_the_gpus_of_a_host_are_in_their_order() -> None:
     cluster = Cluster("many", 64, 0, (Gpu("any", GIB),) * 12)
     found = plan(chain(("a", Light, {"device": "gpu:8", "tp": 4})), cluster)
@@ -337,8 +358,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "cpu",
         gpu(),
-        "stage 'a': it wants a GPU, and cluster 'cpu' has none; choose a profile for CPUs (--profile), or set "
-        "a.device=cpu",
+        "stage 'a': it wants a GPU (device='gpu'), and cluster 'cpu' has none; choose a profile for CPUs (--profile), "
+        "or set a.device=cpu (`omniflow doctor` shows the GPUs of this machine)",
     ),
     (
         "1xh200",
