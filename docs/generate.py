@@ -66,7 +66,8 @@ STAGE_TEXTS = {
     "isolate": "give the stage a host of its own",
     "near": "the stage that a light stage shares a host with",
     "threads": "CPU threads of one call of the stage's numerical library",
-    "memory": "`weights`, `workspace` (bytes, or text like `4 GiB`), `kv_tokens`, `kv_bytes_per_token`",
+    "memory": "`weights`, `workspace` (bytes, or text like `4 GiB`), `kv_tokens`, `kv_bytes_per_token`, `heads`, "
+    "`kv_heads`; one by one as `STAGE.memory.weights`. A `STAGE.kv_tokens` that is set counts here, too",
     "restart": "`strategy`, `max_restarts`, `within_s`, `backoff_s`; see [supervisor](concepts/supervisor.md)",
 }
 

@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from omniflow.actor import Actor
 from omniflow.errors import ConfigError
-from omniflow.topology import STAGE_FIELDS, GraphSpec, Stage, nearest
+from omniflow.topology import STAGE_FIELDS, Budget, GraphSpec, Restart, Stage, nearest
 
 Seconds = Annotated[float, Meta(gt=0, description="seconds")]
 Key = Annotated[str, Meta(pattern=r"^[!-+\--~]+$")]
@@ -207,7 +207,7 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     values = {}
     for name, value in environ.items():
         if name.startswith(prefix):
-            values[name.removeprefix(prefix).lower().replace("__", ".", 1)] = value
+            values[name.removeprefix(prefix).lower().replace("__", ".")] = value
     if keys := environ.get("OMNIFLOW_API_KEYS"):
         values["server.api_keys"] = keys
     return Layer("environment", values)
@@ -233,7 +233,10 @@ def configure(spec: GraphSpec, layers: Iterable[Layer] = ()) -> Configured:
         for key, value in layer.values.items():
             table, _, field = key.partition(".")
             if table in stages:
-                stages[table] = _override(stages[table], field, value, layer.source)
+                was = stages[table]
+                stages[table] = _override(was, field, value, layer.source)
+                if stages[table].memory != was.memory:
+                    origins[f"{table}.memory"] = layer.source
             elif table in tables:
                 tables[table][field] = _field_value(_config_type(table), table, field, value, layer.source)
             else:
@@ -284,6 +287,9 @@ def _own(stage: Stage) -> list[str]:
 
 def _override(stage: Stage, field: str, value: Any, source: str) -> Stage:
     where = f"{stage.name}.{field}"
+    outer, dot, inner = field.partition(".")
+    if dot and outer in STAGE_FIELDS:
+        return _override_inner(stage, outer, inner, value, source)
     if field in STAGE_FIELDS:
         converted = convert(value, STAGE_FIELDS[field], where, source)
         return msgspec.structs.replace(stage, **{field: converted})
@@ -293,7 +299,26 @@ def _override(stage: Stage, field: str, value: Any, source: str) -> Stage:
             f"{source}: stage {stage.name!r} has no setting {field!r}{nearest(field, [*known, *STAGE_FIELDS])}"
         )
     converted = convert(value, known[field][0], where, source)
-    return msgspec.structs.replace(stage, settings=stage.settings | {field: converted})
+    settings = stage.settings | {field: converted}
+    if field != "kv_tokens" or not stage.memory.kv_tokens:
+        return msgspec.structs.replace(stage, settings=settings)
+    # What a budget counts is what the engine reserves: else the plan would be of another start than that which comes.
+    memory = msgspec.structs.replace(stage.memory, kv_tokens=converted)
+    return msgspec.structs.replace(stage, settings=settings, memory=memory)
+
+
+def _override_inner(stage: Stage, outer: str, inner: str, value: Any, source: str) -> Stage:
+    """One field of a field that is a table, as `memory.weights`; the others stay."""
+    kind = STAGE_FIELDS[outer]
+    if kind not in (Budget, Restart):
+        raise ConfigError(f"{source}: {stage.name}.{outer} is one value and has no {inner!r}")
+    table = msgspec.structs.asdict(stage)[outer] or kind()
+    hints = typing.get_type_hints(kind, include_extras=True)
+    where = f"{stage.name}.{outer}.{inner}"
+    if inner not in hints:
+        raise ConfigError(f"{source}: unknown key {where!r}{nearest(inner, hints)}")
+    converted = convert(value, hints[inner], where, source)
+    return msgspec.structs.replace(stage, **{outer: msgspec.structs.replace(table, **{inner: converted})})
 
 
 def _field_value(config: type[msgspec.Struct], table: str, field: str, value: Any, source: str) -> Any:
@@ -311,7 +336,19 @@ def convert(value: Any, hint: Any, where: str, source: str, *, lax: bool = True)
         return msgspec.convert(given, hint, strict=not is_text)
     except msgspec.ValidationError as error:
         shown = _HIDDEN if where in SECRETS else repr(value)
-        raise ConfigError(f"{source}: {where}={shown}: {error}") from None
+        raise ConfigError(f"{source}: {where}={shown}: {error}{_what_passes(hint, where, is_text)}") from None
+
+
+def _what_passes(hint: Any, where: str, is_text: bool) -> str:
+    """What msgspec does not say of a value that it refused: the words that there are, and how a table is written."""
+    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+    if typing.get_origin(inner) is Literal:
+        return f"; write {' or '.join(typing.get_args(inner))}"
+    if is_text and inner is bool:
+        return "; write true or false"
+    if is_text and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+        return f"; set its fields: {', '.join(f'{where}.{field}' for field in inner.__struct_fields__)}"
+    return ""
 
 
 def _is_list(hint: Any) -> bool:

@@ -160,6 +160,38 @@ def test_stage_fields() -> None:
     assert (stage.memory, stage.restart) == (Budget(weights="2 GiB"), Restart("one_for_one"))
 
 
+def test_fields_of_a_table_one_by_one() -> None:
+    layers = [
+        Layer("f", {"first.memory": {"weights": "2 GiB", "heads": 8}}),
+        set_layer(["first.memory.workspace=1 GiB", "first.memory.kv_tokens=5", "first.restart.strategy=one_for_one"]),
+    ]
+    configured = configure(spec(), layers)
+    stage = configured.spec.stage("first")
+    assert stage.memory == Budget(weights="2 GiB", workspace="1 GiB", kv_tokens=5, heads=8)
+    assert stage.restart == Restart("one_for_one")
+    assert configured.origins["first.memory"] == "command line"
+
+
+class Thinks(Writer):
+    def __init__(self, *, kv_tokens: Count = 16) -> None:
+        super().__init__()
+
+
+def test_a_budget_counts_the_kv_tokens_that_are_set() -> None:
+    """Else a plan that fits would be of another start; where a budget counts none, it goes on counting none."""
+    found = Graph("g")
+    counted = found.stage("counted", Thinks, memory=Budget("1 GiB", kv_tokens=16, kv_bytes_per_token=2))
+    plain = found.stage("plain", Thinks, memory=Budget("1 GiB"))
+    found.input(text=counted, other=plain)
+    found.output(out=counted, more=plain)
+    layers = [Layer("profile", {"counted.kv_tokens": 8}), set_layer(["counted.kv_tokens=100", "plain.kv_tokens=100"])]
+    configured = configure(found.spec(), layers)
+    stage = configured.spec.stage("counted")
+    assert (stage.settings["kv_tokens"], stage.memory.kv_tokens, stage.memory.total_bytes) == (100, 100, 2**30 + 200)
+    assert configured.origins["counted.memory"] == "command line"
+    assert configured.spec.stage("plain").memory == Budget("1 GiB")
+
+
 def test_a_value_with_an_equals_sign() -> None:
     assert setting(configure(spec(), [set_layer(["first.model=a=b"])]), "first", "model") == "a=b"
 
@@ -168,7 +200,8 @@ REFUSED = [
     ("first.max_tokens", "many", "x: first.max_tokens='many': Expected `int`, got `str`"),
     ("first.max_tokens", 1.5, "x: first.max_tokens=1.5: Expected `int`, got `float`"),
     ("first.max_tokens", "0", "x: first.max_tokens='0': Expected `int` >= 1"),
-    ("first.mode", "slow", "x: first.mode='slow': Invalid enum value 'slow'"),
+    ("first.mode", "slow", "x: first.mode='slow': Invalid enum value 'slow'; write fast or exact"),
+    ("first.echo", "maybe", "x: first.echo='maybe': Expected `bool`, got `str`; write true or false"),
     ("first.max_tokns", 1, "x: stage 'first' has no setting 'max_tokns'; did you mean 'max_tokens'?"),
     ("first.devise", "gpu", "x: stage 'first' has no setting 'devise'; did you mean 'device'?"),
     ("first.tp", "two", "x: first.tp='two': Expected `int`, got `str`"),
@@ -181,6 +214,16 @@ REFUSED = [
     ("runtime.max_queued", "-1", "x: runtime.max_queued='-1': Expected `int` >= 0"),
     ("runtime.shm_bytes", 1, "x: runtime.shm_bytes=1: Expected `int` >= 1048576"),
     ("server.port", 70000, "x: server.port=70000: Expected `int` <= 65535"),
+    (
+        "first.memory",
+        "4 GiB",
+        "x: first.memory='4 GiB': Expected `object`, got `str`; set its fields: "
+        "first.memory.weights, first.memory.workspace, first.memory.kv_tokens, first.memory.kv_bytes_per_token, "
+        "first.memory.heads, first.memory.kv_heads",
+    ),
+    ("first.memory.weight", "1", "x: unknown key 'first.memory.weight'; did you mean 'weights'?"),
+    ("first.memory.kv_tokens", "all", "x: first.memory.kv_tokens='all': Expected `int`, got `str`"),
+    ("first.device.kind", "gpu", "x: first.device is one value and has no 'kind'"),
     ("first.memory", {"weight": 1}, "x: first.memory={'weight': 1}: Object contains unknown field `weight`"),
 ]
 
@@ -271,6 +314,8 @@ def test_the_environment() -> None:
         {"OMNIFLOW__FIRST__MAX_TOKENS": "8", "OMNIFLOW__RUNTIME__DEADLINE_S": "3", "OMNIFLOW_CACHE": "x", "PATH": "y"}
     )
     assert layer == Layer("environment", {"first.max_tokens": "8", "runtime.deadline_s": "3"})
+    layer = environment_layer({"OMNIFLOW__FIRST__MEMORY__WEIGHTS": "2 GiB"})
+    assert configure(spec(), [layer]).spec.stage("first").memory == Budget(weights="2 GiB")
 
 
 @pytest.mark.parametrize("pair", ["first.max_tokens", "max_tokens=5", ""])
