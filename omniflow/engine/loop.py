@@ -181,6 +181,7 @@ class EngineLoop:
         self._said.clear()
 
     def _run(self) -> None:
+        engine: Engine | None = None
         try:
             engine = self._build()
             self._post(self._started)
@@ -190,7 +191,8 @@ class EngineLoop:
             self._post(self._break, error)
         except BaseException as error:  # whatever it is, those who wait must learn of it; then the thread dies of it
             self._post(self._break, error)
-            raise
+            if engine is not None:  # else `setup` raises it
+                raise
         finally:
             self._post(self._ended.set)
 

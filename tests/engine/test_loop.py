@@ -286,12 +286,13 @@ async def test_an_engine_that_raises_breaks_the_loop_for_good() -> None:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_setup_raises_what_build_raises_and_nobody_else_does() -> None:
+@pytest.mark.parametrize("error", [StartError("no such engine here"), ModuleNotFoundError("no such engine here")])
+async def test_setup_raises_what_build_raises_and_nobody_else_does(error: Exception) -> None:
     def build() -> CountingEngine:
-        raise StartError("no such engine here")
+        raise error
 
     loop = EngineLoop(build)
-    with pytest.raises(StartError, match="no such engine here"):
+    with pytest.raises(type(error), match="no such engine here"):
         await loop.setup()
     await loop.close()
 
