@@ -15,7 +15,7 @@ os.environ.setdefault("SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK", "1")
 
 from actors.ming.config import Thinker
 from omniflow.engine.sglang import SGLangEngine, load_engine
-from omniflow.engine.sglang_start import register
+from omniflow.engine.sglang_registry import register
 from omniflow.errors import StartError
 
 

@@ -25,10 +25,11 @@ from omniflow.engine.queue import RunQueue
 from omniflow.engine.sglang import Finish, SGLangEngine, finish_reason
 from omniflow.engine.sglang_models.frame_model import SETUP, STOP, FrameSetup, OmniflowFrameModel
 from omniflow.engine.sglang_outbox import Progress
+from omniflow.engine.sglang_registry import register
 from omniflow.engine.sglang_requests import Way
 from omniflow.engine.sglang_scheduler import SteppedScheduler
 from omniflow.engine.sglang_settings import server_settings
-from omniflow.engine.sglang_start import build, register
+from omniflow.engine.sglang_start import build
 from omniflow.engine.stats import EngineStats
 
 MAX_STEPS = 4096

@@ -18,13 +18,13 @@ import omniflow.engine.sglang_penalties  # noqa: F401 - instead of SGLang's
 # isort: split
 import sglang
 import sglang.srt.managers.scheduler
-import sglang.srt.models.registry  # all models, now: errors on the way keep the frames that they passed
 from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory
 from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import PortArgs, ServerArgs
 
 from omniflow.engine.group import meet
 from omniflow.engine.ranks import ALONE, Ranks
+from omniflow.engine.sglang_registry import know_models_of
 from omniflow.engine.sglang_scheduler import SteppedScheduler
 from omniflow.errors import StartError
 
@@ -39,11 +39,6 @@ sglang.srt.managers.scheduler.create_scheduler_watchdog = lambda *args, **kwargs
 S = TypeVar("S", bound=SteppedScheduler)
 
 
-def register(package: str) -> None:
-    """Let SGLang find the models in `package` by their names; of equal names the newest counts."""
-    sglang.srt.models.registry.ModelRegistry.register(package, overwrite=True)
-
-
 def build(kind: type[S], settings: dict[str, Any], ranks: Ranks = ALONE) -> S:
     """A scheduler with `settings`, by the names of SGLang's `ServerArgs`; call it in the thread that will step it.
 
@@ -56,6 +51,7 @@ def build(kind: type[S], settings: dict[str, Any], ranks: Ranks = ALONE) -> S:
         raise StartError("SGLang allows one engine in a process, and this process has one; isolate the stage")
     with contextlib.ExitStack() as stack:
         stack.callback(close)
+        know_models_of(Path(settings["model_path"]))
         server_args = ServerArgs(**settings, tp_size=ranks.size)
         # SGLang would choose a port that is free, and another process could take it before it listens.
         meet(ranks, "nccl" if server_args.device == "cuda" else "gloo")
