@@ -84,6 +84,8 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/npm/package.
 
 # Its own, because SGLang asks for one torch and one transformers exactly, built for GPUs.
 $(GPU)/.installed: pyproject.toml
+	@command -v nvidia-smi >/dev/null || { echo "no GPU here (no nvidia-smi): SGLang, several GB, is not installed;" \
+		"on any machine $(BIN)/python -m bench.gpu.all --list shows what there is to run" >&2; exit 1; }
 	@test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
 	$(GPU)/bin/python -m pip --disable-pip-version-check install --editable ".[embedded,sglang]" "$(SGLANG)" \
 		pytest pytest-timeout hypothesis jsonschema nvidia-ml-py

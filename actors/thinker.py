@@ -18,7 +18,7 @@ from omniflow.actor import Context, Count, Emit
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.group import follow, lead
 from omniflow.engine.loop import EngineLoop
-from omniflow.errors import InvalidInputError, StartError, UnsupportedError, WeightsError
+from omniflow.errors import ConfigError, InvalidInputError, StartError, UnsupportedError, WeightsError
 from omniflow.media import Generated, HiddenStates, Options, TokenPrompt, Tokens
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ class Thinker(EngineStage, ThinkerRole):
         prompt_graphs: bool = True,
     ) -> None:
         super().__init__(model, device, threads)
+        if engine == "transformers" and dtype not in ("auto", "float32"):
+            raise ConfigError(f"dtype={dtype!r} is for engine='sglang': the engine transformers computes in float32")
         self._engine = engine
         self._sglang: dict[str, Any] = {
             "dtype": dtype,

@@ -19,8 +19,8 @@ import msgspec
 from msgspec import Meta
 
 from omniflow.actor import Actor
-from omniflow.errors import ConfigError
-from omniflow.topology import STAGE_FIELDS, Budget, GraphSpec, Restart, Stage, nearest
+from omniflow.errors import ConfigError, GraphError
+from omniflow.topology import STAGE_FIELDS, Budget, GraphSpec, Restart, Stage, nearest, parse_bytes
 
 Seconds = Annotated[float, Meta(gt=0, description="seconds")]
 Key = Annotated[str, Meta(pattern=r"^[!-+\--~]+$")]
@@ -343,7 +343,8 @@ def _what_passes(hint: Any, where: str, is_text: bool) -> str:
     """What msgspec does not say of a value that it refused: the words that there are, and how a table is written."""
     inner = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
     if typing.get_origin(inner) is Literal:
-        return f"; write {' or '.join(typing.get_args(inner))}"
+        *others, last = typing.get_args(inner)
+        return f"; write {', '.join(others)} or {last}"
     if is_text and inner is bool:
         return "; write true or false"
     if is_text and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
@@ -363,6 +364,11 @@ def _checked(stage: Stage) -> Stage:
     for field, hint in STAGE_FIELDS.items():
         if fields[field] is not None:
             convert(fields[field], hint, f"{stage.name}.{field}", "graph", lax=False)
+    for field in ("weights", "workspace", "kv_bytes_per_token"):
+        try:
+            parse_bytes(msgspec.structs.asdict(stage.memory)[field])
+        except GraphError as error:
+            raise ConfigError(f"{stage.name}.memory.{field}: {error}") from None
     for field, value in stage.settings.items():
         if field not in known:
             raise ConfigError(

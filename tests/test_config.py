@@ -221,6 +221,16 @@ REFUSED = [
         "first.memory.weights, first.memory.workspace, first.memory.kv_tokens, first.memory.kv_bytes_per_token, "
         "first.memory.heads, first.memory.kv_heads",
     ),
+    (
+        "first.memory.weights",
+        "much",
+        "first.memory.weights: 'much' is no size; write a number of bytes or text like '4 GiB'",
+    ),
+    (
+        "first.memory",
+        {"workspace": "much"},
+        "first.memory.workspace: 'much' is no size; write a number of bytes or text like '4 GiB'",
+    ),
     ("first.memory.weight", "1", "x: unknown key 'first.memory.weight'; did you mean 'weights'?"),
     ("first.memory.kv_tokens", "all", "x: first.memory.kv_tokens='all': Expected `int`, got `str`"),
     ("first.device.kind", "gpu", "x: first.device is one value and has no 'kind'"),

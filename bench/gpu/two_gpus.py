@@ -58,13 +58,14 @@ class SpelledTalker(TinyTalker):
 def build(arguments: argparse.Namespace, talkers: list[str]) -> Graph:
     """The graph with a talker on each of these devices."""
     graph = Graph("several_gpus")
-    engine: dict[str, Any] = {"engine": "sglang" if arguments.device == "gpu" else "transformers"}
+    engine: dict[str, Any] = {"engine": "transformers"}
+    if arguments.device == "gpu":
+        engine = {"engine": "sglang", "dtype": "bfloat16"}
     thinker = graph.stage(
         "thinker",
         Thinker,
         model=arguments.model,
         device="gpu:0" if arguments.device == "gpu" else "cpu",
-        dtype="bfloat16",
         max_running=16,
         kv_tokens=32768,
         memory=Budget(weights="600 MB", workspace="2.4 GB", kv_tokens=32768, kv_bytes_per_token=23040),

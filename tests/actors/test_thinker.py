@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from actors.thinker import Thinker, end_token_ids, recommended_penalty
 from omniflow.engine.ranks import Ranks
 from omniflow.errors import (
+    ConfigError,
     ContextLengthError,
     InvalidInputError,
     OverloadedError,
@@ -330,6 +331,14 @@ async def test_sglang_has_its_process_for_itself_on_a_gpu() -> None:
     refused = "engine='sglang' is for GPUs; set device='gpu', or engine='transformers'"
     assert Thinker.refuses_cpu({"engine": "sglang"}) == refused
     assert Thinker.refuses_cpu({}) is None
+
+
+async def test_a_dtype_that_the_engine_does_not_compute_in() -> None:
+    """It would be taken, and the answers would be those of float32, at half the speed that was asked for."""
+    with pytest.raises(ConfigError, match="dtype='bfloat16' is for engine='sglang'"):
+        Thinker(model="smollm2-135m-instruct", dtype="bfloat16")
+    Thinker(model="smollm2-135m-instruct", dtype="bfloat16", engine="sglang")
+    Thinker(model="smollm2-135m-instruct", dtype="float32")
 
 
 @pytest.mark.parametrize("installed", [True, False])
