@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from typing import Literal
 
@@ -90,17 +89,18 @@ def logprobs_of(named: Sequence[TextLogprob]) -> Logprobs:
         [
             TokenLogprob(
                 each.token,
-                _finite(each.logprob),
+                _told(each.logprob),
                 list(each.data),
-                [TopLogprob(token, _finite(value), list(data)) for token, data, value in each.top],
+                [TopLogprob(token, _told(value), list(data)) for token, data, value in each.top],
             )
             for each in named
         ]
     )
 
 
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+def _told(logprob: float) -> float:
+    """What is less is a token that was masked: minus infinity, or the least number that an engine can write."""
+    return max(LEAST_LOGPROB, logprob)
 
 
 class CalledFunction(Struct, frozen=True):

@@ -482,7 +482,7 @@ async def test_many_choices_are_refused_as_one(client: httpx.AsyncClient, runtim
 
 LOGPROBS = (
     TextLogprob("Hel", b"Hel", -0.5, (("Hel", b"Hel", -0.5), ("\ufffd", b"\xe4", float("-inf")))),
-    TextLogprob("lo", b"lo", -1.5),
+    TextLogprob("lo", b"lo", -1.5, (("\ufffd", b"\xe4", -3.4e38),)),
 )
 
 
@@ -498,7 +498,12 @@ async def test_logprobs(client: httpx.AsyncClient, runtime: ScriptedRuntime) -> 
                 {"token": "\ufffd", "logprob": -9999.0, "bytes": [228]},
             ],
         },
-        {"token": "lo", "logprob": -1.5, "bytes": [108, 111], "top_logprobs": []},
+        {
+            "token": "lo",
+            "logprob": -1.5,
+            "bytes": [108, 111],
+            "top_logprobs": [{"token": "\ufffd", "logprob": -9999.0, "bytes": [228]}],
+        },
     ]
     whole = (await post(client, logprobs=True, top_logprobs=2)).json()
     assert whole["choices"][0]["logprobs"] == {"content": expected, "refusal": None}
