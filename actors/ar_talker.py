@@ -20,9 +20,10 @@ import numpy as np
 
 from actors.roles import TalkerRole
 from actors.seeds import part_seed, request_seed
-from actors.stage import GATHER_S, EngineStage, lacks_sglang
+from actors.stage import GATHER_S, EngineStage
 from omniflow.actor import Context, Count, Emit, Stream
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
+from omniflow.engine.installed import lacks_sglang
 from omniflow.engine.loop import EngineLoop
 from omniflow.errors import InvalidInputError
 from omniflow.media import Latents, Segment
@@ -119,8 +120,9 @@ class ArTalker(EngineStage, TalkerRole, ABC):
         return why if cls.wants_process(settings) else None
 
     @classmethod
-    def lacks(cls, settings: Mapping[str, Any]) -> str | None:
-        return lacks_sglang() if cls.wants_process(settings) else None
+    def lacks(cls, settings: Mapping[str, Any], device: str) -> str | None:
+        why = lacks_sglang() if cls.wants_process(settings) else None
+        return why or super().lacks(settings, device)
 
     async def setup(self) -> None:
         """Load the model, and say a word. Raises WeightsError where it cannot be loaded."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from actors.catalogue import PACKAGED
 from omniflow.actor import Actor
+from omniflow.engine.installed import lacks_cuda
 from omniflow.engine.loop import EngineLoop
 from omniflow.engine.stats import EngineStats
 from omniflow.weights import Weights, resolve
@@ -23,6 +24,11 @@ class ModelStage(Actor, ABC):
         self._weights = resolve(model, PACKAGED)
         self._device = torch_device(device)
         self._threads = threads
+
+    @classmethod
+    def lacks(cls, settings: Mapping[str, Any], device: str) -> str | None:
+        """A torch that cannot use GPUs, where it is to run on one."""
+        return lacks_cuda(device)
 
     def weights(self) -> Sequence[Weights]:
         """The checkpoint."""
@@ -43,13 +49,6 @@ class EngineStage(ModelStage, ABC):
 
     async def close(self) -> None:
         await self._loop.close()
-
-
-def lacks_sglang() -> str | None:
-    """What `Actor.lacks` says of an engine on SGLang."""
-    if importlib.util.find_spec("sglang") is not None:
-        return None
-    return "engine='sglang' needs SGLang, which is not installed here: `pip install 'omniflow[sglang]'` (docs/gpu.md)"
 
 
 def torch_device(device: str) -> str:

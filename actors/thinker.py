@@ -11,12 +11,13 @@ import msgspec
 from actors.answer_grammar import AnswerGrammar, answer_grammar
 from actors.checkpoint import language_part, read_json
 from actors.roles import ThinkerRole
-from actors.stage import GATHER_S, EngineStage, lacks_sglang
+from actors.stage import GATHER_S, EngineStage
 from actors.tokenizer import load_tokenizer
 from actors.tool_format import HERMES
 from omniflow.actor import Context, Count, Emit
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.group import follow, lead
+from omniflow.engine.installed import lacks_sglang
 from omniflow.engine.loop import EngineLoop
 from omniflow.errors import ConfigError, InvalidInputError, StartError, UnsupportedError, WeightsError
 from omniflow.media import Generated, HiddenStates, Options, TokenPrompt, Tokens
@@ -106,8 +107,9 @@ class Thinker(EngineStage, ThinkerRole):
         return why if cls.wants_process(settings) else None
 
     @classmethod
-    def lacks(cls, settings: Mapping[str, Any]) -> str | None:
-        return lacks_sglang() if cls.wants_process(settings) else None
+    def lacks(cls, settings: Mapping[str, Any], device: str) -> str | None:
+        why = lacks_sglang() if cls.wants_process(settings) else None
+        return why or super().lacks(settings, device)
 
     async def setup(self) -> None:
         """Raises WeightsError where the model cannot be loaded, StartError where it cannot be split by `tp`."""

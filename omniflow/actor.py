@@ -177,8 +177,9 @@ class Actor:
         return None
 
     @classmethod
-    def lacks(cls, settings: Mapping[str, Any]) -> str | None:
-        """What is not installed here that an instance with these settings needs, and how to get it; None: nothing.
+    def lacks(cls, settings: Mapping[str, Any], device: str) -> str | None:
+        """What is not installed here that an instance with these settings needs on `device`, and how to get it; None:
+        nothing.
 
         Asked before weights are fetched, and where a host starts; a plan for another machine does not ask.
         """

@@ -135,7 +135,7 @@ def actor_of(stage: Stage, ranks: Ranks) -> Actor:
 
     Raises StartError where something is not installed that it needs.
     """
-    lacking = stage.actor.lacks(stage.settings)
+    lacking = stage.actor.lacks(stage.settings, stage.device)
     if lacking is not None:
         raise StartError(lacking)
     actor = stage.actor(**arguments_of(stage))

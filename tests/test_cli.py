@@ -501,7 +501,7 @@ def test_what_is_not_installed_is_told_before_weights_are_looked_at(cli: Cli, mo
     monkeypatch.setenv("COLUMNS", "300")
     lacks = """
     @classmethod
-    def lacks(cls, settings):
+    def lacks(cls, settings, device):
         return "install fast-engine" if settings.get("model") == "fast" else None
 
     def weights(self):"""

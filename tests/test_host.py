@@ -341,8 +341,8 @@ async def test_a_host_that_lacks_something_says_so_itself() -> None:
 
     class Lacking(Actor):
         @classmethod
-        def lacks(cls, settings: Mapping[str, Any]) -> str | None:
-            return "install fast-engine"
+        def lacks(cls, settings: Mapping[str, Any], device: str) -> str | None:
+            return f"install fast-engine for {device}"
 
-    with pytest.raises(StartError, match="^install fast-engine$"):
-        actor_of(Stage("a", Lacking), ALONE)
+    with pytest.raises(StartError, match="^install fast-engine for gpu$"):
+        actor_of(Stage("a", Lacking, device="gpu"), ALONE)

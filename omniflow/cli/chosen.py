@@ -87,7 +87,7 @@ def lacking(spec: GraphSpec) -> list[StartError]:
     """What is not installed here that the stages of a graph need, a stage each."""
     found = []
     for stage in spec.stages:
-        why = None if stage.name in spec.absent else stage.actor.lacks(stage.settings)
+        why = None if stage.name in spec.absent else stage.actor.lacks(stage.settings, stage.device)
         if why is not None:
             found.append(StartError(why, stage=stage.name))
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from omniflow.engine.installed import torch_without_cuda
 from omniflow.planner import Cluster, Gpu
 
 _QUERY = ("index", "uuid", "name", "memory.total", "driver_version", "compute_cap")
@@ -55,11 +55,9 @@ def unshared() -> str:
 
     `omniflow doctor` tries it.
     """
-    torch = importlib.util.find_spec("torch")
-    if torch is None or torch.origin is None:
-        return "torch is not installed"
-    if re.search(r"^cuda[^=]*= *None", (Path(torch.origin).parent / "version.py").read_text(), re.MULTILINE):
-        return "torch is built without CUDA"
+    lacking = torch_without_cuda()
+    if lacking is not None:
+        return lacking
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return "cuda-bindings is not installed"
     return ""

@@ -344,9 +344,10 @@ async def test_a_dtype_that_the_engine_does_not_compute_in() -> None:
 @pytest.mark.parametrize("installed", [True, False])
 async def test_sglang_has_to_be_installed(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr("actors.stage.lacks_cuda", lambda device: None)
     why = "engine='sglang' needs SGLang, which is not installed here: `pip install 'omniflow[sglang]'` (docs/gpu.md)"
-    assert Thinker.lacks({"engine": "sglang"}) == (None if installed else why)
-    assert Thinker.lacks({}) is None
+    assert Thinker.lacks({"engine": "sglang"}, "gpu") == (None if installed else why)
+    assert Thinker.lacks({}, "gpu") is None
 
 
 async def test_a_cancelled_run_leaves_the_batch(folder: Path) -> None:

@@ -202,8 +202,8 @@ def test_an_engine_that_owns_its_process_gets_one() -> None:
 def test_sglang_is_for_gpus_and_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "set device='gpu', or engine='reference'" in str(TinyTalker.refuses_cpu({"engine": "sglang"}))
-    assert "needs SGLang" in str(TinyTalker.lacks({"engine": "sglang"}))
-    assert TinyTalker.refuses_cpu({}) is None and TinyTalker.lacks({}) is None
+    assert "needs SGLang" in str(TinyTalker.lacks({"engine": "sglang"}, "gpu"))
+    assert TinyTalker.refuses_cpu({}) is None and TinyTalker.lacks({}, "cpu") is None
 
 
 def test_a_frame_is_the_sum_of_its_codes_in_the_codebooks(script: TinyTalkerScript) -> None:
