@@ -20,9 +20,9 @@ def torch_without_cuda() -> str | None:
 def lacks_cuda(device: str) -> str | None:
     """What `Actor.lacks` says of a model of torch on `device`."""
     why = None if device == "cpu" else torch_without_cuda()
-    return (
-        why and f"device={device!r} needs torch for GPUs, and {why} here; install torch from PyPI, in a new environment"
-    )
+    if why is None:
+        return None
+    return f"device={device!r} needs torch for GPUs, and {why} here; install torch from PyPI, in a new environment"
 
 
 def lacks_sglang() -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +18,10 @@ sglang_shim.install_where_needed()
 
 class HereThinker(Thinker):
     """As `Thinker`, on the device that there is."""
+
+    @classmethod
+    def lacks(cls, settings: Mapping[str, Any], device: str) -> str | None:
+        return super().lacks(settings, "gpu" if torch.cuda.is_available() else "cpu")
 
     def _load(self) -> Path:
         if not torch.cuda.is_available():
