@@ -52,10 +52,10 @@ class _Running:
         self.request = request
         self.rid = rid
         self.held = held
-        self.stop_ids = request.sampling.stop_token_ids
         self.is_plain = held is None and not request.stop
-        """Nothing but a stop token or SGLang ends it, so its tokens are not looked at one by one."""
+        """SGLang itself sees its end, so its tokens are not looked at one by one before."""
         self.generated: list[int] = []
+        """Of one that is not plain: its tokens."""
         self.aborted = False
 
 
@@ -83,7 +83,7 @@ class SGLangEngine:
 
     `decode` turns ids into text and is needed for `stop` strings, `grammars` for requests with a grammar. A seed needs
     `deterministic`, except where nothing is drawn (`temperature` 0). Of `top_p`, SGLang counts the whole vocabulary,
-    also where `top_k` has left less; its logprobs are those after biases and penalties.
+    also where `top_k` has left less; its logprobs are those after biases, penalties and masks.
     """
 
     def __init__(
@@ -173,8 +173,8 @@ class SGLangEngine:
 
     def close(self) -> None:
         """Drop all requests and the model."""
-        self._running.clear()
-        self._open.clear()
+        for each in (self._running, self._ids, self._open, self._aborted):
+            each.clear()
         del self._scheduler
         close()
 
@@ -246,7 +246,7 @@ class SGLangEngine:
         running = self._running[request_id]
         ids: list[int] = progress.ids
         reason: Finish | None = None
-        if progress.finish is not None or not running.is_plain or not running.stop_ids.isdisjoint(ids):
+        if progress.finish is not None or not running.is_plain:
             ids, reason = self._new_ids(running, progress)
         if reason is not None:
             self._forget(running)
@@ -256,7 +256,7 @@ class SGLangEngine:
             return []
         error = _error(running, progress) if reason == "abort" else None
         logprobs = tuple(progress.logprobs[: len(ids)])
-        return [EngineOutput(request_id, tuple(ids), reason, logprobs, None, error, progress.hidden)]
+        return [EngineOutput(request_id, tuple(ids), reason, logprobs, error=error, hidden=progress.hidden)]
 
     def _new_ids(self, running: _Running, progress: Progress) -> tuple[list[int], Finish | None]:
         """The tokens that count of those that were drawn, and the finish reason where they end the request."""

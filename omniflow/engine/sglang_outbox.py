@@ -117,7 +117,7 @@ class Outbox:
 def _logprobs(req: Any, start: int, end: int) -> list[TokenLogprob]:
     found, span = req.logprob, slice(start, end)
     ids, values = found.output_token_logprobs_idx[span], found.output_token_logprobs_val[span]
-    if not req.logprob.top_logprobs_num:
+    if not found.top_logprobs_num:
         return [TokenLogprob(*each) for each in zip(ids, values, strict=True)]
     top = zip(found.output_top_logprobs_idx[span], found.output_top_logprobs_val[span], strict=True)
     likeliest = (tuple(zip(*each, strict=True)) for each in top)

@@ -44,6 +44,27 @@ def install() -> None:
     _kept.append(library)
 
 
+class _Stream:
+    """A CPU has done what it was told when it was told."""
+
+    def wait_stream(self, other: _Stream) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+def overlap(scheduler: Any) -> None:
+    """Let a scheduler for CPUs, made with `disable_overlap_schedule=False`, do all in the order of GPUs: a batch is
+    launched before the results of the one before it are looked at.
+    """
+    scheduler.schedule_stream = scheduler.forward_stream = scheduler.copy_stream = _Stream()
+    scheduler._war_barrier_enabled = False
+
+
 def install_where_needed() -> None:
     """`install` where SGLang can be imported and there is no GPU; before transformers is imported, which also fails."""
     if importlib.util.find_spec("sglang") is not None and not torch.cuda.is_available() and not _kept:

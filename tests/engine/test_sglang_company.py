@@ -16,6 +16,7 @@ import torch
 from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.places import PLAIN
 from omniflow.engine.transformers import TransformersEngine
+from tests.engine import sglang_shim
 from tests.engine.company import aborted_after, any_requests, cut_as, in_company
 from tests.engine.test_sglang import GPU, assert_same, decode, greedy
 from tests.engine.tiny import HIDDEN, drain, ids_of, prompt, run, tiny_llama
@@ -30,8 +31,8 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+@pytest.fixture(scope="module", params=["overlapped"] if GPU else ["in turn", "overlapped"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     from omniflow.engine.sglang import load_engine
 
     folder = tmp_path_factory.mktemp("llama")
@@ -46,7 +47,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
         max_waiting=100,
         chunked_prefill_size=64,
         schedule_conservativeness=0.05,  # so that more are let in than there is room for
+        disable_overlap_schedule=request.param == "in turn",
     )
+    if request.param == "overlapped" and not GPU:
+        sglang_shim.overlap(engine._scheduler)
     yield engine
     engine.close()
 
