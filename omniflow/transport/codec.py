@@ -35,6 +35,8 @@ DEVICE_ALIGNMENT = 256
 """Bytes between the tensors of a value on a device: more than the widest load of any kernel needs."""
 _NUMPY, _TORCH, _BATCH, _DEVICE, _BOUNCED = 0, 1, 2, 3, 4
 """What a buffer was: the last two are tensors on a device, in the region there, or brought to the host."""
+_MOST_LOANS = 512
+"""Blocks that one value names: with all else that rides in its message, they fit into a datagram."""
 
 
 class StillComputed(Exception):
@@ -52,7 +54,7 @@ class Part(NamedTuple):
 
 
 class Loan(NamedTuple):
-    """A buffer of a value that need not be copied, because it was allocated in a block of the sender's memory."""
+    """A block of the sender's memory in which buffers of a value were allocated, and one of them, which holds it."""
 
     block: Block
     flat: Region
@@ -98,7 +100,7 @@ class Encoder:
         self._waits = waits
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._place, order=order)
         self._parts: list[tuple[int, Region]] = []
-        self._loans: list[Loan] = []
+        self._loans: dict[Block, tuple[int, Region]] = {}
         self._size = 0
         self._device: list[Part] = []
         self._device_size = 0
@@ -107,10 +109,10 @@ class Encoder:
         """Raises ProtocolError where a part of `value` has no wire form. Buffers are not copied yet."""
         try:
             body = self._encoder.encode(value)
-        except (TypeError, OverflowError, UnicodeEncodeError) as error:
+        except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
             self._taken()
             raise ProtocolError(f"{type(value).__name__} cannot travel between processes: {error}") from None
-        except (ProtocolError, StillComputed):
+        except BaseException:
             self._taken()
             raise
         if self._parts or self._loans or self._device:
@@ -119,19 +121,23 @@ class Encoder:
 
     def _taken(self) -> tuple[list[tuple[int, Region]], int, list[Loan], list[Part], int]:
         """The buffers of a value. Nothing of it stays here: it may itself be a view that holds a block."""
-        taken = self._parts, self._size, self._loans, self._device, self._device_size
-        self._parts, self._size, self._loans, self._device, self._device_size = [], 0, [], [], 0
+        loans = [Loan(block, flat) for block, (_number, flat) in self._loans.items()]
+        taken = self._parts, self._size, loans, self._device, self._device_size
+        self._parts, self._size, self._loans, self._device, self._device_size = [], 0, {}, [], 0
         return taken
 
     def _place(self, value: Any) -> tuple[int, str, tuple[int, ...], int, int]:
         if isinstance(value, np.ndarray):
-            if value.dtype.hasobject or value.dtype.names:
+            # Of kind V are records, and dtypes that numpy does not know by name (ml_dtypes.bfloat16).
+            if value.dtype.hasobject or value.dtype.kind == "V":
                 raise ProtocolError(f"an array of dtype {value.dtype} cannot travel; use numbers")
+            if isinstance(value, np.ma.MaskedArray):
+                raise ProtocolError("a masked array cannot travel; send its data and its mask")
             flat = (value if value.flags.c_contiguous else np.ascontiguousarray(value)).reshape(-1).view(np.uint8)
             return _NUMPY, value.dtype.str, value.shape, *self._add(flat)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
-            return self._place_tensor(value, torch.uint8)
+            return self._place_tensor(value, torch.strided)
         arrow = sys.modules.get("pyarrow")
         if arrow is not None and isinstance(value, arrow.RecordBatch):
             sink = arrow.BufferOutputStream()
@@ -141,14 +147,16 @@ class Encoder:
             return _BATCH, "", (flat.nbytes,), *self._add(flat)
         raise ProtocolError(f"a value of type {type(value).__name__} cannot travel between processes")
 
-    def _place_tensor(self, value: torch.Tensor, byte: torch.dtype) -> tuple[int, str, tuple[int, ...], int, int]:
+    def _place_tensor(self, value: torch.Tensor, strided: torch.layout) -> tuple[int, str, tuple[int, ...], int, int]:
+        if value.layout is not strided or value.is_quantized or value.is_nested or value.is_meta:
+            raise ProtocolError("a sparse, quantized, nested or meta tensor cannot travel; send a plain one")
         kind, shape = _dtype_name(value.dtype), tuple(value.shape)
         place = "cuda" if value.is_cuda else value.device.type
         num_bytes = value.nbytes
         if place != self._device_type or not num_bytes:
             if not self._waits and _is_computed_on(value):
                 raise StillComputed
-            flat = _whole(value.detach().cpu()).reshape(-1).view(byte).numpy()
+            flat = bytes_of(_whole(value.detach().cpu())).numpy()
             return _TORCH if place == "cpu" else _BOUNCED, kind, shape, *self._add(flat)
         offset = -(-self._device_size // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
         self._device.append(Part(offset, _whole(value.detach()), num_bytes))
@@ -158,9 +166,9 @@ class Encoder:
     def _add(self, flat: Region) -> tuple[int, int]:
         """Where the receiver finds a buffer: its offset, and in which region (0: the copied one, then the loans)."""
         found = self._find_block(flat) if self._find_block is not None and flat.nbytes else None
-        if found is not None:
-            self._loans.append(Loan(found[0], flat))
-            return found[1], len(self._loans)
+        if found is not None and (found[0] in self._loans or len(self._loans) < _MOST_LOANS):
+            number, _flat = self._loans.setdefault(found[0], (len(self._loans) + 1, flat))
+            return found[1], number
         offset = self._size
         self._parts.append((offset, flat))
         self._size = offset + -(-flat.nbytes // ALIGNMENT) * ALIGNMENT
@@ -277,6 +285,14 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, which lies in one piece, as uint8 [num_bytes]."""
+    import torch
+
+    # Not by `reshape`: of one element, the stride may be any number, and stays what it was.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @functools.cache

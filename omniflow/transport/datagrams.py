@@ -23,6 +23,8 @@ MOST_MESSAGES = 256
 """Of one datagram."""
 ONE = b"\x91"
 """The head of a msgpack list of one."""
+_MOST_BYTES = DATAGRAM_BYTES - 2
+"""Of several messages in a datagram: the head of their list has 3 bytes."""
 _FULL_BYTES = 64 * 1024
 """Messages that wait are sent once they fill so much of a datagram."""
 _LATE_S = 100e-6
@@ -111,6 +113,8 @@ class DatagramWriter:
 
     def _hold(self, data: bytes, held: bool) -> None:
         """Put a message behind those that wait; together they leave now, unless they are `held` and few."""
+        if self._held_bytes + len(data) > _MOST_BYTES:
+            self._send_held()
         self._held.append(data)
         self._held_bytes += len(data)
         if not held or self._held_bytes >= _FULL_BYTES or len(self._held) == MOST_MESSAGES:

@@ -6,8 +6,9 @@ import contextlib
 import datetime
 from typing import TYPE_CHECKING, Any
 
+from omniflow.transport.codec import bytes_of
 from omniflow.transport.lane import Origin
-from omniflow.transport.nccl_ways import OPEN_S, RECEIVER, SENDER, Notes, Way, bytes_of
+from omniflow.transport.nccl_ways import OPEN_S, RECEIVER, SENDER, Notes, Way
 
 if TYPE_CHECKING:
     import torch

@@ -20,11 +20,11 @@ import anyio.to_thread
 
 from omniflow.errors import DeviceError, ProtocolError
 from omniflow.messages import Block, LaneAnswer, LaneNote, LaneOffer
-from omniflow.transport.codec import Part
+from omniflow.transport.codec import Part, bytes_of
 from omniflow.transport.deaths import Key
 from omniflow.transport.gloo_way import GlooWay
 from omniflow.transport.lane import LANE_SLAB, Fetched, Lane, LanePort, Origin
-from omniflow.transport.nccl_ways import RECEIVER, SENDER, NcclWay, Notes, Way, bytes_of
+from omniflow.transport.nccl_ways import RECEIVER, SENDER, NcclWay, Notes, Way
 from omniflow.transport.slabs import BlockPool
 
 if TYPE_CHECKING:

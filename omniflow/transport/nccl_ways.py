@@ -190,10 +190,3 @@ class NcclWay(Way):
             communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.abort()
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, which lies in one piece or is copied into one, as uint8 [num_bytes]."""
-    import torch
-
-    return tensor.reshape(-1).view(torch.uint8)

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import torch
 
+from omniflow.transport.codec import bytes_of
 from omniflow.transport.device_pool import NUM_SLOTS, DeviceMemory, reached
 
 
@@ -35,7 +36,7 @@ class HostMemory(DeviceMemory):
         return os.dup(memory), os.dup(words)
 
     def copy_in(self, offset: int, tensor: torch.Tensor, num_bytes: int) -> None:
-        self.view(offset, num_bytes)[0].copy_(tensor.reshape(-1).view(torch.uint8))
+        self.view(offset, num_bytes)[0].copy_(bytes_of(tensor))
 
     def view(self, offset: int, length: int) -> tuple[torch.Tensor, object]:
         owner = np.frombuffer(self._map, np.uint8, length, offset)

@@ -79,6 +79,28 @@ async def test_a_part_of_it_and_a_part_that_is_not_in_one_piece(shm: Ends) -> No
     assert strided[3] == 6
 
 
+async def test_many_parts_of_it_name_its_block_once(shm: Ends) -> None:
+    """A message that named it for each of them would not fit into a datagram."""
+    rows = allocated(shm, 20_000, np.int32).reshape(-1, 2)
+    got = await shm.there(list(rows), list[np.ndarray])
+    assert [int(row[0]) for row in got] == list(range(0, 20_000, 2))
+    assert shared(rows[7], got[7])
+    assert shm.a.statistics().blocks_held == 2, "that of the rows, and one for the msgpack form"
+    del got, rows
+    await shm.returned()
+
+
+async def test_of_very_many_blocks_some_are_copied() -> None:
+    ends = Ends("arrow_shm", 2**26)
+    arrays = [allocated(ends, 9000) for _ in range(600)]
+    got = await ends.there(arrays, list[np.ndarray])
+    assert [shared(*pair) for pair in zip(arrays, got, strict=True)] == [True] * 512 + [False] * 88
+    assert all(array[100] == 100 for array in got)
+    del got, arrays
+    await ends.returned()
+    ends.close()
+
+
 async def test_a_tensor_over_it(shm: Ends) -> None:
     torch = pytest.importorskip("torch")
     array = allocated(shm, 30_000, np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import socket
@@ -126,6 +127,8 @@ async def test_torch_layouts(ends: Ends) -> None:
     torch = pytest.importorskip("torch")
     square = torch.arange(40_000.0).reshape(200, 200)
     values = [torch.tensor(1.5), torch.empty(0, 3), square.t(), square[::2, 1::3], square.to(torch.complex64).conj()]
+    # One element, and none, of which torch says that they are contiguous whatever the stride.
+    values += [square[:1, 3], square[:1, :1, None], square[5:5, 3], torch.arange(9)[4::5], square[0, :1].expand(1)]
     for value in values:
         got = await ends.there(value, torch.Tensor)
         assert (got.dtype, got.shape) == (value.dtype, value.shape)
@@ -296,15 +299,37 @@ async def test_a_type_that_cannot_be_decoded_is_told_to_the_receiver(shm: Ends) 
         (np.zeros(2, [("x", "f4")]), r"an array of dtype \[\('x', '<f4'\)\] cannot travel"),
         (object(), "a value of type object cannot travel between processes"),
         (lambda: 0, "a value of type function cannot travel"),
-        (2**70, "int cannot travel between processes"),
-        ("\ud800", "str cannot travel between processes"),
+        (2**70, "list cannot travel between processes: can.t serialize ints"),
+        ("\ud800", "list cannot travel between processes: .*surrogates"),
+        (np.ma.array([1, 2], mask=[True, False]), "a masked array cannot travel; send its data and its mask"),
+        (functools.reduce(lambda inner, _: [inner], range(5000), []), "list cannot travel between processes: max"),
     ],
-    ids=["object array", "records", "object", "function", "2**70", "surrogate"],
+    ids=["object array", "records", "object", "function", "2**70", "surrogate", "masked", "deep"],
 )
 async def test_what_cannot_travel_is_refused_at_the_sender(shm: Ends, value: object, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
-        shm.a.send_item(1, 1, 0, value)
+        shm.a.send_item(1, 1, 0, [np.zeros(9), value])
     assert await shm.there(1) == 1
+
+
+async def test_numbers_that_numpy_has_no_name_for_are_refused(shm: Ends) -> None:
+    """Their bytes would arrive, as bytes."""
+    dtypes = pytest.importorskip("ml_dtypes")
+    with pytest.raises(ProtocolError, match="an array of dtype bfloat16 cannot travel"):
+        shm.a.send_item(1, 1, 0, np.zeros(3, dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["arrow_shm", "cuda_ipc", "nccl"])
+async def test_tensors_that_are_not_plain_are_refused_at_the_sender(kind: str) -> None:
+    """Also those that would go by a lane: once its message has left, a value cannot be refused."""
+    torch = pytest.importorskip("torch")
+    square = torch.eye(3)
+    values = [square.to_sparse(), square.to("meta")]
+    async with Ends.opened(kind) as ends:
+        for value in values:
+            with pytest.raises(ProtocolError, match="tensor cannot travel; send a plain one"):
+                ends.a.send_item(1, 1, 0, [np.zeros(9), value])
+        assert torch.equal(await ends.there(square, torch.Tensor), square)
 
 
 async def test_a_control_message_that_is_too_large_is_refused(shm: Ends) -> None:

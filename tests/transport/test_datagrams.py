@@ -115,6 +115,16 @@ async def test_who_waits_for_room_ends_with_the_link(pair: Pair) -> None:
     assert pair.link.push() and pair.link.statistics().backlog == 0
 
 
+async def test_what_is_held_and_a_large_message_are_two_datagrams(pair: Pair) -> None:
+    """Both are not too large, and together they are."""
+    pair.link.send(Cancel(0))
+    for size in (60_000, 100_000):
+        pair.link.send(Connect("x" * size), more=True)
+    pair.link.push()
+    got = [message for messages in pair.datagrams() for message in messages]
+    assert got == [Cancel(0), *(Connect("x" * size) for size in (60_000, 100_000))]
+
+
 async def test_a_descriptor_travels_alone_and_in_order(pair: Pair) -> None:
     pair.link.send(Cancel(0))
     pair.link.send(Cancel(1))
