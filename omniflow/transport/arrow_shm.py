@@ -138,6 +138,7 @@ class ArrowShmLink(Link):
     def send(self, message: Message, descriptors: Sequence[int] = (), *, more: bool = False) -> None:
         data = _encoder.encode(message)
         if len(data) > DATAGRAM_BYTES:
+            close_all(descriptors)
             raise ProtocolError(f"a {type(message).__name__} message of {len(data)} bytes is too large")
         self._writer.write(data, descriptors, more)
 

@@ -50,7 +50,8 @@ class Link(ABC):
 
     @abstractmethod
     def send(self, message: Message, descriptors: Sequence[int] = (), *, more: bool = False) -> None:
-        """Send a control message; never waits. Sending on a closed link does nothing: `on_closed` has told so.
+        """Send a control message; never waits. Sending on a closed link does nothing: `on_closed` has told so. Owns
+        `descriptors`, whatever becomes of the message.
 
         `more`: another message follows at once, so the two may travel together.
         """

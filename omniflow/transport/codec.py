@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -231,9 +232,14 @@ class Decoder:
 _NOTHING = np.empty(0, np.uint8)
 
 
-@functools.cache
 def decoder_for(hint: Any) -> Decoder:
-    """The decoder of a type, made once. Raises TypeError where the type cannot be decoded."""
+    """The decoder of a type, made once for each thread. Raises TypeError where the type cannot be decoded."""
+    return _decoder_for(hint, threading.get_ident())
+
+
+@functools.cache
+def _decoder_for(hint: Any, thread: int) -> Decoder:
+    # A decoder is at one value at a time, and event loops may run in several threads.
     return Decoder(hint)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Sequence
 from omniflow.messages import Message
 from omniflow.transport.base import Link, LinkStatistics, Receiver
 from omniflow.transport.codec import Region
+from omniflow.transport.descriptors import close_all
 
 
 class LocalObjectLink(Link):
@@ -28,6 +29,8 @@ class LocalObjectLink(Link):
             self._sent += 1
             other._received += 1
             other._receiver.on_message(other, message, descriptors)
+        else:
+            close_all(descriptors)
 
     def send_item(self, edge: int, request: int, seq: int, value: object) -> Awaitable[None] | None:
         other = self._other

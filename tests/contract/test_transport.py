@@ -251,6 +251,16 @@ async def test_descriptors_arrive_open_and_once(shm: Ends) -> None:
         assert right.recv(10) == b"hello"
 
 
+@pytest.mark.parametrize("kind", ["local_object", "arrow_shm"])
+async def test_a_closed_link_closes_descriptors(kind: str) -> None:
+    ends = Ends(kind)
+    ends.close()
+    left, right = socket.socketpair()
+    ends.a.send(Connect("c"), (left.detach(),))
+    with right:
+        assert right.recv(1) == b"", "the other end is open"
+
+
 async def test_close_is_seen_by_the_peer_after_everything_before_it(ends: Ends) -> None:
     for number in range(5):
         await ends.send(number, int, seq=number)
