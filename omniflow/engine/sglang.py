@@ -141,8 +141,8 @@ class SGLangEngine:
         check_length(request_id, length, self._limit)
         if done:
             refuse_nothing(request_id, length)
+            self._submit(waiting.whole())  # where this refuses it, it stays open until it is aborted, as on every rank
             del self._open[request_id]
-            self._submit(waiting.whole())
 
     def step(self) -> list[EngineOutput]:
         """Run one batch. On a GPU it returns what the batch before it gave."""

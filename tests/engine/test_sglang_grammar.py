@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jsonschema
+import msgspec
 import pytest
 import torch
 
@@ -15,7 +16,18 @@ from omniflow.engine.grammar import Grammars
 from omniflow.engine.transformers import TransformersEngine
 from omniflow.errors import InvalidInputError
 from tests.engine.test_grammar import NO_BLANKS, asked, grammar, text_of
-from tests.engine.tiny import BYTES_END, BYTES_VOCAB, byte_llama, byte_tokenizer, ids_of, prompt, request, run
+from tests.engine.tiny import (
+    BYTES_END,
+    BYTES_VOCAB,
+    HIDDEN,
+    byte_llama,
+    byte_tokenizer,
+    drain,
+    ids_of,
+    prompt,
+    request,
+    run,
+)
 
 if TYPE_CHECKING:
     from omniflow.engine.sglang import SGLangEngine
@@ -74,3 +86,13 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_request_only(engine: SG
     assert last.finish_reason == "abort"
     assert isinstance(last.error, InvalidInputError)
     assert "too complex" in str(last.error)
+
+
+def test_what_is_fed_for_a_grammar_that_cannot_be_followed_stays_open_until_it_is_aborted(engine: SGLangEngine) -> None:
+    """So an abort says the same on a rank that refused it and on one that was not told of its input."""
+    engine.start(msgspec.structs.replace(asked("o", "start: ("), ids=[], open=True))
+    with pytest.raises(InvalidInputError, match="cannot be followed"):
+        engine.feed("o", torch.zeros(2, HIDDEN), done=True)
+    engine.abort("o")
+    assert [output.finish_reason for output in drain(engine)["o"]] == ["abort"]
+    assert engine.stats().num_waiting == 0
