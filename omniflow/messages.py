@@ -133,6 +133,12 @@ class SlabClosed(msgspec.Struct, frozen=True, array_like=True, tag=17):
     slab: int
 
 
+class SlabMissing(msgspec.Struct, frozen=True, array_like=True, tag=19):
+    """Consumer -> producer: a slab could not be mapped (too many open files); tell of it again before the next item."""
+
+    slab: int
+
+
 class Release(msgspec.Struct, frozen=True, array_like=True, tag=10):
     """Consumer -> producer: the last view of these (slab, slot, generation) has died."""
 
@@ -219,8 +225,8 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=16):
 
 
 Message = (
-    Open | Item | End | Skip | Credit | Cancel | Failure | Closed | SlabOpened | SlabClosed | Release | Connect
-    | StageReady | HostReady | HostFailed | Beat | Shutdown | Recorded | LaneOffer | LaneAnswer | LaneNote
+    Open | Item | End | Skip | Credit | Cancel | Failure | Closed | SlabOpened | SlabClosed | SlabMissing | Release
+    | Connect | StageReady | HostReady | HostFailed | Beat | Shutdown | Recorded | LaneOffer | LaneAnswer | LaneNote
 )  # fmt: skip
 READER_GONE = -1
 """`Credit.count` of a reader that wants nothing more."""

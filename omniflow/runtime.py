@@ -339,6 +339,9 @@ class Runtime:
             # What the caller gave cannot travel; a task of its own must not end the runtime with it.
             self.end_request(reply, InvalidInputError(error.message, param=edge.source_port))
             return
+        except RequestError as error:
+            self.end_request(reply, error)
+            return
         if edge.kind == "stream":
             self._send(edge.target_host, End(edge.id, number, credits.seq))
 
@@ -518,7 +521,7 @@ class Runtime:
     def on_bad_item(self, link: Link, edge: int, request: int, error: ErrorInfo) -> None:
         reply = self._requests.get(request)
         if reply is not None:
-            self.end_request(reply, ProtocolError(error.message, stage=self._edges[edge].source))
+            self.end_request(reply, error_from_info(msgspec.structs.replace(error, stage=self._edges[edge].source)))
 
     def on_message(self, link: Link, message: Message, descriptors: Sequence[int]) -> None:
         match message:

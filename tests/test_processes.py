@@ -42,6 +42,7 @@ from omniflow.runtime import Runtime, StageStatus
 from omniflow.telemetry import Metrics
 
 from .conftest import descendants, hosts_below, left_in_shared_memory, shared_memory
+from .files import few_files
 from .graphs import row, tally, words
 from .graphs.row import Job
 from .graphs.words import Line
@@ -214,6 +215,19 @@ async def test_an_input_that_is_wrong_inside_is_the_callers_fault() -> None:
         error = await error_of(runtime, "speech", [*many, TextDelta(object())])  # type: ignore[arg-type]
         assert (type(error), error.param) == (InvalidInputError, "speech")
         assert len((await ask(runtime, "line", Line("a b")))["text"]) == 2
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize("value", [Line(LONG), [*[TextDelta("a")] * 40, TextDelta(LONG)]], ids=["one", "many"])
+async def test_a_runtime_that_can_open_no_file_more_fails_the_request_and_lives(value: Any) -> None:
+    """Many items go in by a task of their own, which must not end the runtime."""
+    entry = "line" if isinstance(value, Line) else "speech"
+    async with running(words.build(), CPU) as runtime:
+        with few_files(2), pytest.raises(UnavailableError, match="memory can.* files"):
+            await ask(runtime, entry, value)
+        assert len((await ask(runtime, "line", Line(LONG)))["text"]) == 1
 
 
 LARGE = [

@@ -9,6 +9,8 @@ How messages share datagrams is in `datagrams.py`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import mmap
 import os
 import socket
@@ -19,7 +21,7 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 
-from omniflow.errors import DeviceError, ProtocolError, StageDiedError
+from omniflow.errors import DeviceError, ProtocolError, StageDiedError, UnavailableError
 from omniflow.messages import (
     Block,
     Item,
@@ -29,6 +31,7 @@ from omniflow.messages import (
     Message,
     Release,
     SlabClosed,
+    SlabMissing,
     SlabOpened,
 )
 from omniflow.transport.base import Link, LinkStatistics, Receiver
@@ -42,6 +45,8 @@ from omniflow.transport.slabs import SlabPool
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger("omniflow.transport")
 
 _INLINE_BYTES = 8 * 1024
 """Buffers that ride in the message: copied into the datagram and out of it, they beat a block and its release."""
@@ -194,10 +199,10 @@ class ArrowShmLink(Link):
                 if not _is_small(encoded):
                     taken.append(await self._memory.pool.take(_block_size(encoded)))
                 if not self._closed:
+                    self._introduce(taken, encoded)
                     item, taken = self._item(edge, request, seq, encoded, taken), []
             finally:
-                for block in taken:
-                    self._give_back((block.slab, block.slot, block.generation))
+                self._give_back_all(taken)
         if item is not None:
             self._send_made(item, encoded)
 
@@ -246,11 +251,31 @@ class ArrowShmLink(Link):
         if encoded.device and self._lane is not None:
             device = self._lane.pool.try_take(encoded.device_size)
             if device is None:
-                for block in found:
-                    self._memory.pool.give_back(block.slab, block.slot, block.generation)
+                self._give_back_all(found)
                 return None
             found.append(device)
+        try:
+            self._introduce(found, encoded)
+        except UnavailableError:
+            self._give_back_all(found)
+            raise
         return found
+
+    def _introduce(self, blocks: Sequence[Block], encoded: Encoded) -> None:
+        """The peer is about to hear of these blocks and of the value's loans, and before that of their slabs.
+
+        Raises UnavailableError where there is no descriptor left to send.
+        """
+        slabs = [block.slab for block in blocks if block.slab != LANE_SLAB]
+        for number in (*slabs, *(loan.block.slab for loan in encoded.loans)):
+            if number not in self._told:
+                slab = self._memory.pool.slab(number)
+                try:
+                    descriptor = os.dup(slab.descriptor)
+                except OSError as error:
+                    raise UnavailableError(f"memory cannot be shared with {self.peer}: {error.strerror}") from None
+                self._told.add(number)
+                self.send(SlabOpened(number, slab.size_bytes), (descriptor,))
 
     def _fill(self, block: Block, encoded: Encoded) -> int:
         """Copy a value's buffers into a block, after its msgpack form where that is large; gives the length of that."""
@@ -266,11 +291,7 @@ class ArrowShmLink(Link):
         return body_length
 
     def _lend(self, block: Block) -> None:
-        """The peer is about to hear of a block, and before that of its slab."""
-        if block.slab not in self._told:
-            slab = self._memory.pool.slab(block.slab)
-            self._told.add(block.slab)
-            self.send(SlabOpened(block.slab, slab.size_bytes), (os.dup(slab.descriptor),))
+        """The peer is about to hear of a block."""
         key = (block.slab, block.slot, block.generation)
         self._lent[key] = self._lent.get(key, 0) + 1
 
@@ -336,16 +357,40 @@ class ArrowShmLink(Link):
                 for key in message.blocks:
                     self._returned(key)
             case SlabOpened():
-                self._mapped[message.slab] = mmap.mmap(descriptors[0], message.size_bytes, prot=mmap.PROT_READ)
-                close_all(descriptors)
+                self._map(message, descriptors)
             case SlabClosed():
                 self._mapped.pop(message.slab, None)
+            case SlabMissing():
+                self._told.discard(message.slab)
             case LaneOffer() | LaneAnswer() | LaneNote():
                 self._deliver_to_lane(message, descriptors)
             case _:
                 self._receiver.on_message(self, message, descriptors)
 
+    def _map(self, opened: SlabOpened, descriptors: Sequence[int]) -> None:
+        """Map a slab of the peer. Where this process may open no more files, its descriptor did not come."""
+        with contextlib.suppress(OSError):
+            for descriptor in descriptors:
+                self._mapped[opened.slab] = mmap.mmap(descriptor, opened.size_bytes, prot=mmap.PROT_READ)
+        close_all(descriptors)
+        if opened.slab not in self._mapped:
+            log.error("memory of %s cannot be mapped: are too many files open?", self.peer)
+            self.send(SlabMissing(opened.slab))
+
+    def _deliver_unmapped(self, item: Item, blocks: Sequence[Block]) -> None:
+        """Nobody will have an item whose buffers lie in a slab that could not be mapped."""
+        if item.device is not None:
+            with contextlib.suppress(DeviceError):
+                self._fetch(item.device, (item.edge, item.request))  # what a communicator brings must be received
+        self._release([(block.slab, block.slot, block.generation) for block in blocks])
+        error = UnavailableError(f"memory of {self.peer} could not be mapped: are too many files open?")
+        self._receiver.on_bad_item(self, item.edge, item.request, error.info())
+
     def _deliver_item(self, item: Item) -> None:
+        blocks = item.loans if item.block is None else (item.block, *item.loans)
+        if any(block.slab not in self._mapped for block in blocks):
+            self._deliver_unmapped(item, blocks)
+            return
         body: msgspec.Raw | memoryview = item.body
         region: Region | None = None
         if item.block is not None:
@@ -359,7 +404,7 @@ class ArrowShmLink(Link):
         try:
             device = self._fetch(item.device, (item.edge, item.request)) if item.device is not None else None
             value = decoder_for(self._types[item.edge]).decode(body, region, loans, device, self._home)
-        except (msgspec.ValidationError, TypeError) as error:
+        except (msgspec.ValidationError, TypeError, RecursionError) as error:
             failure = ProtocolError(f"the value is not of the type of its port: {error}")
             self._receiver.on_bad_item(self, item.edge, item.request, failure.info())
             return
@@ -418,6 +463,10 @@ class ArrowShmLink(Link):
             self._lent[key] = count - 1
         if count:
             self._give_back(key)
+
+    def _give_back_all(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._give_back((block.slab, block.slot, block.generation))
 
     def _give_back(self, key: Key) -> None:
         if key[0] == LANE_SLAB and self._lane is not None:

@@ -132,7 +132,8 @@ class Encoder:
             # Of kind V are records, and dtypes that numpy does not know by name (ml_dtypes.bfloat16).
             if value.dtype.hasobject or value.dtype.kind == "V":
                 raise ProtocolError(f"an array of dtype {value.dtype} cannot travel; use numbers")
-            if isinstance(value, np.ma.MaskedArray):
+            masked = sys.modules.get("numpy.ma") if type(value) is not np.ndarray else None
+            if masked is not None and isinstance(value, masked.MaskedArray):
                 raise ProtocolError("a masked array cannot travel; send its data and its mask")
             flat = (value if value.flags.c_contiguous else np.ascontiguousarray(value)).reshape(-1).view(np.uint8)
             return _NUMPY, value.dtype.str, value.shape, *self._add(flat)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import mmap
 import os
 import threading
@@ -18,10 +19,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from omniflow.errors import ProtocolError
+from omniflow.errors import ProtocolError, UnavailableError
 from omniflow.messages import Block
 from omniflow.transport.codec import Region
 from omniflow.transport.deaths import Deaths
+
+log = logging.getLogger("omniflow.transport")
 
 _SMALLEST = 64 * 1024
 _SLAB = 4 * 2**20
@@ -39,8 +42,12 @@ class Slab:
         self.slot_bytes = slot_bytes
         self.size_bytes = slot_bytes * num_slots
         self.descriptor = os.memfd_create(f"omniflow-slab-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.descriptor, self.size_bytes)
-        self.memory = mmap.mmap(self.descriptor, self.size_bytes)
+        try:
+            os.ftruncate(self.descriptor, self.size_bytes)
+            self.memory = mmap.mmap(self.descriptor, self.size_bytes)
+        except OSError:
+            os.close(self.descriptor)
+            raise
         self.bytes: Region = np.frombuffer(self.memory, np.uint8)
         self.address = self.bytes.ctypes.data
         # No reader can be hit by SIGBUS through truncation, and none can map it writable.
@@ -60,6 +67,11 @@ class BlockPool(ABC):
 
     def __init__(self) -> None:
         self._waiters: deque[tuple[int, asyncio.Future[Block]]] = deque()
+
+    @property
+    @abstractmethod
+    def blocks_in_use(self) -> int:
+        """Blocks that somebody may still read or write."""
 
     @abstractmethod
     def refuse_too_large(self, size: int) -> None:
@@ -82,10 +94,15 @@ class BlockPool(ABC):
         return None if self._waiters else self._take_now(size)
 
     async def take(self, size: int) -> Block:
-        """A block of `size` bytes; first come, first served."""
+        """A block of `size` bytes; first come, first served.
+
+        Raises UnavailableError where there is none, and none in use that could come back.
+        """
         block = self.try_take(size)
         if block is not None:
             return block
+        if not self._waiters and not self.blocks_in_use:
+            raise _none_to_wait_for()
         waiter: asyncio.Future[Block] = asyncio.get_running_loop().create_future()
         self._waiters.append((size, waiter))
         try:
@@ -93,7 +110,7 @@ class BlockPool(ABC):
         except asyncio.CancelledError:
             if waiter.cancelled():
                 self._serve_waiters()
-            else:
+            elif waiter.exception() is None:
                 self.give_back(waiter.result().slab, waiter.result().slot, waiter.result().generation)
             raise
 
@@ -104,10 +121,13 @@ class BlockPool(ABC):
                 self._waiters.popleft()
                 continue
             block = self._take_now(size)
-            if block is None:
+            if block is not None:
+                waiter.set_result(block)
+            elif self.blocks_in_use:
                 return
+            else:
+                waiter.set_exception(_none_to_wait_for())
             self._waiters.popleft()
-            waiter.set_result(block)
 
 
 class SlabPool(BlockPool):
@@ -244,10 +264,15 @@ class SlabPool(BlockPool):
         slot_bytes = min(wanted, self.limit_bytes)
         if self._room() < slot_bytes:
             return None
-        self._count += 1
         num_slots = max(1, min(_MAX_SLOTS, _SLAB // slot_bytes, self._room() // slot_bytes))
-        self._slabs[self._count] = Slab(self._count, slot_bytes, num_slots)
-        return self._slabs[self._count]
+        try:
+            slab = Slab(self._count + 1, slot_bytes, num_slots)
+        except OSError as error:  # no open file more, no memory: as where all of it is in use
+            log.warning("no slab of shared memory can be made: %s", error)
+            return None
+        self._count += 1
+        self._slabs[self._count] = slab
+        return slab
 
     def _drop_unused(self, room: int) -> None:
         for slab in [slab for slab in self._slabs.values() if len(slab.free) == slab.num_slots]:
@@ -258,6 +283,10 @@ class SlabPool(BlockPool):
 
     def _room(self) -> int:
         return self.limit_bytes - self.total_bytes
+
+
+def _none_to_wait_for() -> UnavailableError:
+    return UnavailableError("no shared memory can be had: are too many files open?")
 
 
 def _slot_bytes(slab: Slab) -> int:

@@ -19,11 +19,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from omniflow.errors import ProtocolError
+from omniflow.errors import ProtocolError, UnavailableError
 from omniflow.media import AudioChunk
 from omniflow.messages import Beat, Cancel, Connect, Credit
 from omniflow.transport.arrow_shm import ArrowShmLink
 
+from ..files import few_files
 from ..waiting import HANGS_S
 from .echo import TYPES, Inner
 from .ends import KINDS, Ends
@@ -627,6 +628,35 @@ async def test_a_link_with_descriptors_in_its_backlog_closes_them(shm: Ends) -> 
     shm.close()
     for descriptor in shm.at_b.descriptors:
         os.close(descriptor)
+
+
+async def test_a_process_that_can_open_no_file_more_has_no_shared_memory_for_now(shm: Ends) -> None:
+    """What fits into a message goes on."""
+    with few_files(1):
+        assert shm.a.allocate(FULL) is None
+        assert (await shm.there(np.full(50_000, 7, np.uint8)))[-1] == 7
+        with pytest.raises(UnavailableError, match="no shared memory can be had"):
+            await shm.send(np.zeros(FULL, np.uint8))
+    assert (await shm.there(np.full(FULL, 8, np.uint8)))[-1] == 8
+
+
+async def test_a_sender_that_can_send_no_descriptor_is_told_and_sends_the_next(shm: Ends) -> None:
+    with few_files(2), pytest.raises(UnavailableError, match="memory cannot be shared with b: Too many open files"):
+        await shm.send(np.zeros(FULL, np.uint8))
+    assert shm.memory_a.pool.blocks_in_use == 0
+    assert (await shm.there(np.full(FULL, 8, np.uint8)))[-1] == 8
+
+
+async def test_a_receiver_that_can_open_no_file_more_is_told_and_gets_the_next(shm: Ends) -> None:
+    with few_files(3):
+        array = shm.a.allocate(FULL)
+        await shm.send([np.zeros(FULL, np.uint8), array], list[np.ndarray])
+        while not shm.at_b.bad:
+            await shm.at_b.news()
+    assert [(request, error.kind) for _edge, request, error in shm.at_b.bad] == [(7, "UnavailableError")]
+    del array
+    await shm.returned()
+    assert (await shm.there(np.full(FULL, 8, np.uint8)))[-1] == 8
 
 
 async def test_statistics(ends: Ends) -> None:
