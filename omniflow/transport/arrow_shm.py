@@ -388,7 +388,7 @@ class ArrowShmLink(Link):
 
     def _deliver_item(self, item: Item) -> None:
         blocks = item.loans if item.block is None else (item.block, *item.loans)
-        if any(block.slab not in self._mapped for block in blocks):
+        if blocks and any(block.slab not in self._mapped for block in blocks):
             self._deliver_unmapped(item, blocks)
             return
         body: msgspec.Raw | memoryview = item.body

@@ -90,8 +90,11 @@ class CudaIpcLane(Lane):
         if self._answer is None:
             return
         (answer, descriptors), self._answer = self._answer, None
-        found = await anyio.to_thread.run_sync(outcome_of, self._attach, *descriptors, answer.size_bytes, answer.device)
-        close_all(descriptors)
+        size, device = answer.size_bytes, answer.device
+        try:
+            found = await anyio.to_thread.run_sync(outcome_of, self._attach, *descriptors, size, device)
+        finally:
+            close_all(descriptors)
         if isinstance(found, str):
             self.refuse(found, port.peer)
         elif not self._closed:
@@ -104,12 +107,14 @@ class CudaIpcLane(Lane):
             return
         (offer, descriptors), self._offer = self._offer, None
         size = offer.size_bytes
-        if self._far:
-            found = await anyio.to_thread.run_sync(outcome_of, self.pool.make, size)
-        else:
-            memory, words = descriptors
-            found = await anyio.to_thread.run_sync(outcome_of, self._attach, memory, words, size, offer.device)
-        close_all(descriptors)
+        try:
+            if self._far:
+                found = await anyio.to_thread.run_sync(outcome_of, self.pool.make, size)
+            else:
+                memory, words = descriptors
+                found = await anyio.to_thread.run_sync(outcome_of, self._attach, memory, words, size, offer.device)
+        finally:
+            close_all(descriptors)
         if isinstance(found, str):
             port.send(LaneAnswer(found))
         elif not self._closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from omniflow.errors import DeviceError, ProtocolError
-from omniflow.messages import LaneAnswer, LaneNote
+from omniflow.messages import LaneAnswer, LaneNote, LaneOffer
 from omniflow.transport import gloo_way, nccl
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 from omniflow.transport.cuda_ipc import CudaIpcLane
@@ -389,6 +390,22 @@ async def test_a_link_that_is_closed_while_its_lane_opens(kind: str, monkeypatch
             for _ in range(turns):
                 await anyio.sleep(0.001)
             ends.close()
+
+
+@pytest.mark.parametrize("kind", ["cuda_ipc", "cuda_ipc of another GPU"])
+async def test_a_lane_that_is_cancelled_as_memory_is_offered_closes_descriptors(kind: str) -> None:
+    ends = Ends(kind)
+    far = kind != "cuda_ipc"
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ends.lane_a.serve, ends.a)
+        await anyio.wait_all_tasks_blocked()
+        offered = tuple(os.memfd_create("offered") for _ in range(2))
+        if far:
+            ends.lane_a.on_answer(LaneAnswer(None, "", 2**20), "b", offered)
+        else:
+            ends.lane_a.on_offer(LaneOffer("cuda_ipc", "", 2**20), offered)
+        tasks.cancel_scope.cancel()
+    ends.close()
 
 
 async def test_the_next_communicator_works_after_a_death() -> None:
