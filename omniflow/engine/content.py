@@ -19,5 +19,12 @@ def content_key(request: EngineRequest, places: Places) -> str | None:
     content = hashlib.sha256(repr((request.positions, shapes)).encode())
     for tensor in tensors:
         if tensor is not None:
-            content.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+            content.update(bytes_of(tensor))
     return content.hexdigest()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, on the CPU, in its order."""
+    plain = tensor.detach().cpu().contiguous()
+    # Not by `reshape`: of one element, the stride may be any number, and stays what it was.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -205,15 +205,13 @@ def messages_of(calls: Sequence[Call]) -> list[bytes | memoryview]:
     contents: list[bytes | memoryview] = []
 
     def name(tensor: torch.Tensor) -> msgspec.msgpack.Ext:
-        import torch
-
+        from omniflow.engine.content import bytes_of
         from omniflow.engine.streams import in_order
 
         with in_order(tensor):
-            plain = tensor.detach().cpu().contiguous()
-        contents.append(plain.reshape(-1).view(torch.uint8).numpy().data)
-        dtype = str(plain.dtype).removeprefix("torch.")
-        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((dtype, tuple(plain.shape))))
+            contents.append(bytes_of(tensor))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((dtype, tuple(tensor.shape))))
 
     return [msgspec.msgpack.encode(calls, enc_hook=name), *contents]
 

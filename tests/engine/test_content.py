@@ -77,6 +77,14 @@ def test_what_the_model_reads_otherwise_has_another_key(change: Callable[[Engine
     assert key(other) != key(PLACED)
 
 
+def test_one_element_has_a_key_whatever_its_stride() -> None:
+    row = torch.arange(12.0).reshape(3, 4)[1:2, 2:3].T
+    assert row.stride() == (1, 4) and row.is_contiguous()
+    same = torch.full((1, 1), 6.0)
+    keys = {key(msgspec.structs.replace(PLAIN, embeds=each, positions=(0,))) for each in (row, same)}
+    assert len(keys) == 1 and keys != {None}
+
+
 def test_numbers_of_other_types_and_shapes_have_other_keys() -> None:
     zeros = [torch.zeros(1, 6), torch.zeros(1, 12, dtype=torch.bfloat16), torch.zeros(1, 12, dtype=torch.float16)]
     keys = {key(msgspec.structs.replace(PLAIN, embeds=each, positions=(0,))) for each in zeros}

@@ -119,6 +119,14 @@ def test_tensors_arrive_as_they_were(dtype: torch.dtype, shape: tuple[int, ...])
     assert list(messages) == []
 
 
+def test_a_row_of_one_element_arrives_whatever_its_stride() -> None:
+    """Torch calls it contiguous, and its bytes cannot be seen."""
+    sent = torch.arange(12.0).reshape(3, 4)[1:2, 2]
+    messages = iter(messages_of([Feed("a", sent, False)]))
+    (got,) = calls_of(lambda: bytes(next(messages)))
+    assert isinstance(got, Feed) and torch.equal(got.rows, sent)
+
+
 def test_what_is_refused_is_made_nowhere() -> None:
     with group() as (leader, others, _):
         with pytest.raises(ContextLengthError):
