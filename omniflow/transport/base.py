@@ -85,7 +85,11 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close this end; the peer sees `on_closed`. Our views of the peer's memory stay valid."""
+        """Close this end; the peer sees `on_closed`. Our views of the peer's memory stay valid.
+
+        The peer's views of ours do not, where this process goes on: its other links use that memory again. So a link is
+        closed once its peer is gone, or as this process ends.
+        """
 
     @abstractmethod
     def statistics(self) -> LinkStatistics:
