@@ -85,10 +85,10 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close this end; the peer sees `on_closed`. Our views of the peer's memory stay valid.
+        """Close this end; the peer sees `on_closed`. Views of the other's memory stay mapped, at both ends.
 
-        The peer's views of ours do not, where this process goes on: its other links use that memory again. So a link is
-        closed once its peer is gone, or as this process ends.
+        What they show stays only where the other process is gone: one that goes on uses its memory again, by other
+        links. So a link is closed once its peer is gone, or as this process ends.
         """
 
     @abstractmethod
