@@ -38,10 +38,20 @@ def check_prompt(request: EngineRequest, *, vocab_size: int, width: int, decodes
 
 
 def check_rows(request_id: str, rows: torch.Tensor, width: int) -> None:
-    """Raises ProtocolError where `rows` are not [n, width]."""
+    """Raises ProtocolError where `rows` are not [n, width], or on the CPU and not all finite."""
     if rows.ndim != 2 or rows.shape[1] != width:
         raise ProtocolError(
             f"embeddings of shape {list(rows.shape)}; this model takes [n, {width}]", request_id=request_id
+        )
+    if not rows.is_cuda:  # on a GPU the look would wait for whatever makes them
+        refuse_not_finite(request_id, rows)
+
+
+def refuse_not_finite(request_id: str, rows: torch.Tensor) -> None:
+    """Raises ProtocolError for `rows` with NaN or infinity: no token can be drawn of them, which ends the step of all."""
+    if not rows.isfinite().all():
+        raise ProtocolError(
+            "embeddings that are not finite: the stage that made them has failed", request_id=request_id
         )
 
 

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from omniflow.engine.base import EngineOutput, EngineRequest
-from omniflow.engine.checks import check_length, check_prompt, check_rows, refuse_nothing
+from omniflow.engine.checks import check_length, check_prompt, check_rows, refuse_not_finite, refuse_nothing
 from omniflow.engine.content import content_key
 from omniflow.engine.places import Places
 from omniflow.engine.ranks import ALONE, Ranks
@@ -188,7 +188,10 @@ class SGLangEngine:
         if request.embeds is not None:
             # As the model has them, and so half as much to hash: 29 MB of 3584 rows of 4096 take 16 ms.
             with in_order(request.embeds):
-                request = msgspec.structs.replace(request, embeds=request.embeds.detach().to(self._dtype))
+                embeds = request.embeds.detach().to(self._dtype)
+                if embeds.is_cuda:
+                    refuse_not_finite(request.id, embeds)  # waits for them, as their hash would
+            request = msgspec.structs.replace(request, embeds=embeds)
         running = _Running(request, f"{next(self._names):016x}", self._held(request))
         places = Places(request.places, request.kinds)
         submit(

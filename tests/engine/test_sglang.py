@@ -241,6 +241,9 @@ def test_what_cannot_be_done_is_refused_and_the_next_request_runs(engine: SGLang
         engine.start(
             EngineRequest(id="w", ids=[1], embeds=torch.zeros(1, 3), positions=(0,), sampling=Sampling(max_tokens=1))
         )
+    broken = torch.full((1, HIDDEN), torch.nan, device="cuda" if GPU else "cpu")
+    with pytest.raises(ProtocolError, match="not finite"):
+        engine.start(EngineRequest(id="n", ids=[1], embeds=broken, positions=(0,), sampling=Sampling(temperature=1.0)))
     for number in range(16):
         engine.start(request(f"q{number}", prompt(5), max_tokens=2))
     with pytest.raises(OverloadedError, match="16 generations are waiting"):

@@ -263,6 +263,8 @@ def test_feed_refuses_what_does_not_fit() -> None:
         engine.feed("a", torch.zeros(120, HIDDEN), done=False)
     with pytest.raises(ProtocolError, match="this model takes"):
         engine.feed("a", torch.zeros(HIDDEN), done=False)
+    with pytest.raises(ProtocolError, match="not finite"):
+        engine.feed("a", torch.full((1, HIDDEN), torch.inf), done=False)
     engine.step()
     engine.start(request("b", prompt(50), max_tokens=20))
     engine.step()
