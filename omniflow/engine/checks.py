@@ -48,7 +48,7 @@ def check_rows(request_id: str, rows: torch.Tensor, width: int) -> None:
 
 
 def refuse_not_finite(request_id: str, rows: torch.Tensor) -> None:
-    """Raises ProtocolError for `rows` with NaN or infinity: no token can be drawn of them, which ends the step of all."""
+    """Raises ProtocolError for `rows` with NaN or infinity: of such no token can be drawn, and all requests fail."""
     if not rows.isfinite().all():
         raise ProtocolError(
             "embeddings that are not finite: the stage that made them has failed", request_id=request_id
