@@ -38,7 +38,7 @@ from omniflow.errors import (
     StageDiedError,
     StageError,
     StartError,
-    error_from_info,
+    UnavailableError,
 )
 from omniflow.mailbox import Credits, Mailbox
 from omniflow.messages import (
@@ -338,10 +338,12 @@ class Host:
             else:  # its tensors were given to the GPU, and what comes of them on to other hosts
                 self.links[FRONT].send(Failure(request, died.info()))
         elif visit is not None:
-            if planned.source == CLIENT and error.kind == ProtocolError.__name__:
+            if error.kind == UnavailableError.__name__:  # nobody's fault: this process may open no more files
+                self._fail(visit, UnavailableError(error.message, stage=planned.source))
+            elif planned.source == CLIENT:
                 self._fail(visit, InvalidInputError(error.message, param=planned.source_port))
             else:
-                self._fail(visit, error_from_info(msgspec.structs.replace(error, stage=planned.source)))
+                self._fail(visit, ProtocolError(error.message, stage=planned.source))
 
     def on_item(self, link: Link, edge: int, request: int, seq: int, value: object) -> None:
         visit = self._visits.get(request)
