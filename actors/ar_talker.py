@@ -10,9 +10,9 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import anyio
 import msgspec
@@ -23,7 +23,6 @@ from actors.seeds import part_seed, request_seed
 from actors.stage import GATHER_S, EngineStage
 from omniflow.actor import Context, Count, Emit, Stream
 from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
-from omniflow.engine.installed import lacks_sglang
 from omniflow.engine.loop import EngineLoop
 from omniflow.errors import InvalidInputError
 from omniflow.media import Latents, Segment
@@ -90,6 +89,8 @@ class ArTalker(EngineStage, TalkerRole, ABC):
     Once a request is heard, its next utterance begins beside the one that is being said, where there is room.
     """
 
+    cpu_engine = "reference"
+
     def __init__(
         self,
         *,
@@ -109,20 +110,6 @@ class ArTalker(EngineStage, TalkerRole, ABC):
     @abstractmethod
     def load_script(self, folder: Path) -> Script:
         """What the model in `folder` adds; called once, in a thread of its own."""
-
-    @classmethod
-    def wants_process(cls, settings: Mapping[str, Any]) -> bool:
-        return settings.get("engine") == "sglang"
-
-    @classmethod
-    def refuses_cpu(cls, settings: Mapping[str, Any]) -> str | None:
-        why = "engine='sglang' is for GPUs; set device='gpu', or engine='reference'"
-        return why if cls.wants_process(settings) else None
-
-    @classmethod
-    def lacks(cls, settings: Mapping[str, Any], device: str) -> str | None:
-        why = lacks_sglang() if cls.wants_process(settings) else None
-        return why or super().lacks(settings, device)
 
     async def setup(self) -> None:
         """Load the model, and say a word. Raises WeightsError where it cannot be loaded."""

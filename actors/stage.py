@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from actors.catalogue import PACKAGED
 from omniflow.actor import Actor
-from omniflow.engine.installed import lacks_cuda
+from omniflow.engine.installed import lacks_cuda, lacks_sglang
 from omniflow.engine.loop import EngineLoop
 from omniflow.engine.stats import EngineStats
 from omniflow.weights import Weights, resolve
@@ -39,7 +39,23 @@ class EngineStage(ModelStage, ABC):
     """A stage whose engine steps in a thread of its own, `_loop`, which it sets up."""
 
     heavy = True
+    cpu_engine: ClassVar[str] = ""
+    """The engine for CPUs of a stage whose setting `engine` may be sglang, too."""
     _loop: EngineLoop
+
+    @classmethod
+    def wants_process(cls, settings: Mapping[str, Any]) -> bool:
+        return settings.get("engine") == "sglang"
+
+    @classmethod
+    def refuses_cpu(cls, settings: Mapping[str, Any]) -> str | None:
+        why = f"engine='sglang' is for GPUs; set device='gpu', or engine={cls.cpu_engine!r}"
+        return why if cls.wants_process(settings) else None
+
+    @classmethod
+    def lacks(cls, settings: Mapping[str, Any], device: str) -> str | None:
+        why = lacks_sglang() if cls.wants_process(settings) else None
+        return why or super().lacks(settings, device)
 
     def busy_s(self) -> float:
         return max(super().busy_s(), self._loop.busy_s())

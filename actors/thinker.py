@@ -17,7 +17,6 @@ from actors.tool_format import HERMES
 from omniflow.actor import Context, Count, Emit
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.group import follow, lead
-from omniflow.engine.installed import lacks_sglang
 from omniflow.engine.loop import EngineLoop
 from omniflow.errors import ConfigError, InvalidInputError, StartError, UnsupportedError, WeightsError
 from omniflow.media import Generated, HiddenStates, Options, TokenPrompt, Tokens
@@ -58,6 +57,7 @@ class Thinker(EngineStage, ThinkerRole):
     (actors/answer_grammar.py): it is whole and follows its schema, unless `max_tokens` cut it.
     """
 
+    cpu_engine = "transformers"
     # 3 s of a restart's 5 s were these imports.
     preload = ("torch", "omniflow.engine.transformers", "transformers.models.llama.modeling_llama")
 
@@ -94,22 +94,8 @@ class Thinker(EngineStage, ThinkerRole):
         self._limits: dict[str, Any] = {"max_running": max_running, "max_waiting": max_waiting, "kv_tokens": kv_tokens}
 
     @classmethod
-    def wants_process(cls, settings: Mapping[str, Any]) -> bool:
-        return settings.get("engine") == "sglang"
-
-    @classmethod
     def refuses_tp(cls, settings: Mapping[str, Any]) -> str | None:
         return None if cls.wants_process(settings) else "its engine runs on one GPU; set engine='sglang'"
-
-    @classmethod
-    def refuses_cpu(cls, settings: Mapping[str, Any]) -> str | None:
-        why = "engine='sglang' is for GPUs; set device='gpu', or engine='transformers'"
-        return why if cls.wants_process(settings) else None
-
-    @classmethod
-    def lacks(cls, settings: Mapping[str, Any], device: str) -> str | None:
-        why = lacks_sglang() if cls.wants_process(settings) else None
-        return why or super().lacks(settings, device)
 
     async def setup(self) -> None:
         """Raises WeightsError where the model cannot be loaded, StartError where it cannot be split by `tp`."""

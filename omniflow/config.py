@@ -343,8 +343,8 @@ def _what_passes(hint: Any, where: str, is_text: bool) -> str:
     """What msgspec does not say of a value that it refused: the words that there are, and how a table is written."""
     inner = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
     if typing.get_origin(inner) is Literal:
-        *others, last = typing.get_args(inner)
-        return f"; write {', '.join(others)} or {last}"
+        words = [str(word) for word in typing.get_args(inner)]
+        return f"; write {' or '.join(filter(None, [', '.join(words[:-1]), words[-1]]))}"
     if is_text and inner is bool:
         return "; write true or false"
     if is_text and isinstance(inner, type) and issubclass(inner, msgspec.Struct):

@@ -12,7 +12,7 @@ import pytest
 
 from omniflow.actor import Actor
 from omniflow.engine.ranks import ALONE
-from omniflow.errors import InvalidInputError, StageDiedError, StartError
+from omniflow.errors import InvalidInputError, StageDiedError, StartError, UnavailableError
 from omniflow.graph import Graph
 from omniflow.host import Host, actor_of, host_spec
 from omniflow.media import Options, TextDelta
@@ -248,6 +248,10 @@ async def test_a_bad_item_is_the_fault_of_its_source() -> None:
         first, second = await it.heard(Failure), await it.heard(Failure)
         assert (first.error.kind, first.error.param) == ("InvalidInputError", "line")
         assert (second.error.kind, second.error.stage) == ("ProtocolError", "count")
+        it.open(3, "num_words")
+        it.host.on_bad_item(it.its_front, it.edge("client", "split"), 3, UnavailableError("too many files").info())
+        third = await it.heard(Failure)
+        assert (third.error.kind, third.error.param) == ("UnavailableError", None), "nobody's fault"
 
 
 async def test_a_tensor_that_never_comes_is_the_death_of_its_source() -> None:

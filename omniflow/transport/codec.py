@@ -111,14 +111,10 @@ class Encoder:
         try:
             body = self._encoder.encode(value)
         except (TypeError, OverflowError, UnicodeEncodeError, RecursionError) as error:
-            self._taken()
             raise ProtocolError(f"{type(value).__name__} cannot travel between processes: {error}") from None
-        except BaseException:
-            self._taken()
-            raise
-        if self._parts or self._loans or self._device:
-            return Encoded(body, *self._taken())
-        return Encoded(body, (), 0, ())
+        finally:
+            buffers = self._taken() if self._parts or self._loans or self._device else None
+        return Encoded(body, (), 0, ()) if buffers is None else Encoded(body, *buffers)
 
     def _taken(self) -> tuple[list[tuple[int, Region]], int, list[Loan], list[Part], int]:
         """The buffers of a value. Nothing of it stays here: it may itself be a view that holds a block."""
