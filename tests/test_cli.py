@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import socket
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -662,6 +664,40 @@ def test_doctor_tells_a_missing_extra_from_a_missing_core(monkeypatch: pytest.Mo
     assert (dev.topic, dev.verdict) == ("dev", "ok")
 
 
+@contextmanager
+def soft_limit(files: int) -> Iterator[None]:
+    """This process, and what it starts, may open so many files, unless they ask for more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"),
+    [
+        (1024, 4096, 4096),
+        (1024, 2**30, 65_536),
+        (1024, resource.RLIM_INFINITY, 65_536),
+        (100_000, 200_000, 100_000),
+        (256, 256, 256),
+    ],
+)
+def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, expected: int) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    assert machine.open_files() == expected
+
+
+@pytest.mark.parametrize(("hard", "meaning"), [(700, "about 444 connections at once; raise"), (4096, "about 3840 ")])
+def test_doctor_says_where_few_files_may_be_open(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, hard: int, meaning: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, hard))
+    assert re.search(rf"^open files +{hard} +{meaning}", cli("doctor").out, re.MULTILINE)
+
+
 def test_this_machine_is_what_this_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5})
     assert machine.num_cores() == 3
@@ -907,7 +943,8 @@ def call_as_printed(line: str) -> httpx.Response:
 
 
 def test_run_serves_what_it_prints_and_drains(start: Start, cli: Cli) -> None:
-    server = start(PARROT, "--profile", "loud", "--port", "0").wait_ready()
+    with soft_limit(1024):
+        server = start(PARROT, "--profile", "loud", "--port", "0").wait_ready()
     server.wait_for("curl -s " + server.url + "/v1/chat")
     assert "profile loud (by --profile): two processes" in server.out
     assert any(re.match(r"parrot.text → hum.texts .*arrow_shm", line) for line in server.out)
@@ -915,6 +952,12 @@ def test_run_serves_what_it_prints_and_drains(start: Start, cli: Cli) -> None:
     speech, chat = (line for line in server.out if line.startswith("curl "))
     assert call_as_printed(speech).content.startswith(b"RIFF") and speech.endswith("-o hello.wav")
     assert call_as_printed(chat).json()["choices"][0]["message"]["content"] == "HEY Who are you? "
+
+    # It and its hosts may open as many files as there may be.
+    stages = httpx.get(f"{server.url}/health", timeout=HANGS_S).json()["stages"]
+    pids = {server.process.pid, *(stage["pid"] for stage in stages)}
+    assert len(pids) == 3
+    assert {resource.prlimit(pid, resource.RLIMIT_NOFILE)[0] for pid in pids} == {machine.open_files()}
 
     # A second server is refused before it prints, fetches or loads anything.
     port = server.url.rpartition(":")[2]

@@ -20,7 +20,7 @@ from omniflow import __version__
 from omniflow.cli import clients
 from omniflow.cli.chosen import Chosen, choose, layers_of, needs_of, refuse_what_lacks
 from omniflow.cli.doctor import examine, examine_graph, findings_table
-from omniflow.cli.machine import memory_bytes, num_cores, this_machine
+from omniflow.cli.machine import memory_bytes, num_cores, open_more_files, this_machine
 from omniflow.cli.models import models_table, needs_everywhere, server_needs, weights_named
 from omniflow.cli.tables import absent_lines, cluster_text, output_console, plan_view, settings_table
 from omniflow.config import configure, set_layer
@@ -112,6 +112,8 @@ def run(
     """Start a graph and serve it over HTTP, OpenAI-compatible. Ctrl-C or SIGTERM drains it."""
     # Each stage computes in its own process, and they share the cores. Before a graph file loads any library.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Of the command, not of a Runtime: that may be in a program of others.
+    open_more_files()
     try:
         from omniflow.cli import replaying, serving
     except ImportError as error:

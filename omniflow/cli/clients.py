@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import anyio
 import typer
 
+from omniflow.cli.machine import open_more_files
 from omniflow.cli.tables import output_console
 from omniflow.errors import ConfigError
 from omniflow.server.scopes import unwrapped
@@ -124,6 +125,7 @@ def bench_serve(
     """Put load on any OpenAI-compatible server: TTFT, TTFA, ITL, TPOT, RTF, underruns, barge-in, throughput."""
     from omniflow.cli import benching
 
+    open_more_files()
     plan = benching.BenchPlan(
         kind=kind,
         concurrency=tuple(concurrency or (1,)),

@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import sys
@@ -22,7 +21,7 @@ from rich.text import Text
 from omniflow import __version__
 from omniflow.cli.chosen import Chosen, Need, lacking, needs_of
 from omniflow.cli.gpu_probe import try_sharing
-from omniflow.cli.machine import find_gpus, memory_bytes, num_cores, unshared, visible_gpus
+from omniflow.cli.machine import find_gpus, memory_bytes, num_cores, open_files, unshared, visible_gpus
 from omniflow.cli.tables import new_table, size_text
 from omniflow.errors import PlanError, WeightsError
 from omniflow.planner import Cluster, plan
@@ -33,7 +32,7 @@ Verdict = Literal["ok", "note", "missing"]
 """`missing` is something that omniflow cannot run without."""
 _STYLES: dict[Verdict, str] = {"ok": "green", "note": "yellow", "missing": "bold red"}
 _FILES_OF_OURS = 256
-"""Sockets, memfds and libraries of a large graph; the rest of `ulimit -n` is for connections."""
+"""Sockets, memfds and libraries of a large graph; the rest is for connections."""
 _FEW_CONNECTIONS = 512
 SGLANG_VERSIONS = ("0.5.17", "0.5.23")
 """As omniflow/engine/sglang_start.py has them, which imports SGLang."""
@@ -200,15 +199,12 @@ def _try_seqpacket() -> None:
 
 
 def _files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return Finding("open files", "unlimited", "ok", "as many connections as the memory allows")
-    room = max(soft - _FILES_OF_OURS, 0)
+    files = open_files()
+    room = max(files - _FILES_OF_OURS, 0)
     if room < _FEW_CONNECTIONS:
-        return Finding(
-            "open files", str(soft), "note", f"about {room} connections at once; raise it: `ulimit -n {hard}`"
-        )
-    return Finding("open files", str(soft), "ok", f"about {room} connections at once")
+        advice = "raise the hard limit: LimitNOFILE= of systemd, --ulimit nofile= of a container, `ulimit -Hn` as root"
+        return Finding("open files", str(files), "note", f"about {room} connections at once; {advice}")
+    return Finding("open files", str(files), "ok", f"about {room} connections at once")
 
 
 def _cache() -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -20,6 +21,10 @@ _ANSWER_S = 10
 _USABLE = 0.96
 """What contexts and fragmentation leave of a GPU's memory."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_FILES = 65_536
+"""Open files that are enough: containers may allow a billion, and programs that close all that may be open, one by one,
+then take minutes to start another.
+"""
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
@@ -76,6 +81,23 @@ def memory_bytes() -> int:
     except OSError:
         return installed
     return min(installed, int(limit)) if limit.isdigit() else installed
+
+
+def open_files() -> int:
+    """How many files this process may open once it has called `open_more_files`."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (_FILES if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    return max(soft, min(hard, _FILES))
+
+
+def open_more_files() -> None:
+    """Let this process, and all that it starts, open as many files as they may, 65,536 at most.
+
+    Most systems say 1,024 to whoever does not ask, for the sake of programs that use select().
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files(), hard))
 
 
 def find_gpus() -> GpuReport:
