@@ -86,6 +86,10 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         """True while `step` would do something."""
         return bool(self.outbox.progress) or not self.is_fully_idle()
 
+    def is_reading(self) -> bool:
+        """True where the batch whose results the next `step` hands out reads prompts."""
+        return bool(self.result_queue) and bool(self.result_queue[0][0].forward_mode.is_extend())
+
     def kv_tokens(self) -> int:
         """Tokens that the KV cache holds."""
         return int(self.max_total_num_tokens)
@@ -99,7 +103,10 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         """As SGLang's. Tells the model where inputs of prompts are, and takes hidden states before others follow."""
         asides = [self.outbox.asides.get(req.rid) for req in batch.reqs]
         self._asks_hidden = any(aside is not None and aside.next_hidden is not None for aside in asides)
-        if self.knows_kinds and batch.forward_mode.is_extend():
+        if batch.forward_mode.is_decode():
+            # Those of its prompts: SGLang 0.5.17 leaves them, and then runs no CUDA graph as long as the batch lives.
+            batch.replace_embeds = batch.replace_positions = None
+        elif self.knows_kinds:
             self._read_places(batch, asides)
         result = super().run_batch(batch, *args, **kwargs)
         result.hidden = []
@@ -142,11 +149,19 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         elif batch:
             self.process_batch_result(batch, self.run_batch(batch))
         self.last_batch = batch
+        if self.is_reading():  # a long prompt takes 50 to 300 ms, and its results are those of no other
+            self.outbox.tell(self.running_batch.reqs)
         self._drop_taken_back()
         if batch is None:
             self.on_idle()  # raises where a KV slot was lost
         progress, self.outbox.progress = self.outbox.progress, []
         return progress
+
+    def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
+        """As SGLang's. Whose memory is taken for others has got all of its tokens: it may wait long."""
+        if is_retracted:
+            self.outbox.tell([req])
+        super()._add_request_to_queue(req, is_retracted)
 
     def _drop_taken_back(self) -> None:
         """End those that were aborted and then lost their memory to others: SGLang would wait for room to read them

@@ -9,7 +9,7 @@ import importlib.util
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -109,6 +109,25 @@ def test_embeddings_stand_where_they_are_put(engine: SGLangEngine, reference: Tr
         sampling=Sampling(max_tokens=12, top_logprobs=2),
     )
     assert_same(run(engine, [asked])["e"], run(reference, [asked])["e"])
+
+
+def test_an_answer_is_decoded_without_the_embeddings_of_its_prompt(
+    engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang keeps them with the batch, and runs no CUDA graph where a batch has any."""
+    runner, decoded = engine._scheduler.tp_worker.model_runner, []
+    forward = runner.forward
+
+    def seen(batch: Any, *given: Any, **more: Any) -> Any:
+        if batch.forward_mode.is_decode():
+            decoded.append(batch.replace_embeds)
+        return forward(batch, *given, **more)
+
+    monkeypatch.setattr(runner, "forward", seen)
+    rows = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(5))
+    asked = msgspec.structs.replace(request("e", prompt(20, 5), max_tokens=4), embeds=rows, positions=(2, 3, 11))
+    assert len(ids_of(run(engine, [asked])["e"])) == 4
+    assert decoded and not any(rows is not None for rows in decoded)
 
 
 def test_the_prefix_cache_never_serves_the_state_of_other_embeddings(
