@@ -27,6 +27,7 @@ ORDERS = ("abc", "cba", "bca", "at once")
 ANSWER_S = 90
 MOST_APART = 0.02
 BEYOND = 2**25
+ENGINE_WORKSPACE = 700_000_000
 CODEC_WEIGHTS = 361_122_762
 """Of `codec`, each of 4 bytes."""
 
@@ -37,7 +38,7 @@ class Budget(NamedTuple):
     weights: int
     kv: int
     workspace: int
-    """Of an engine: CUDA graphs and a prompt of 490 tokens (0.24 GB were seen). Of a codec: its streams (0.80)."""
+    """Of an engine: CUDA graphs of steps and of prompts, and a prompt of 490 tokens. Of a codec: its streams (0.80)."""
 
     @property
     def cap(self) -> int:
@@ -51,7 +52,7 @@ def engine_budget(kv_tokens: int) -> Budget:
     kv_size = 8 * hidden // heads
     layer = hidden * (2 * hidden + 2 * kv_size + 3 * shape["intermediate_size"] + 2)
     weights = VOCAB_SIZE * hidden + layers * layer + hidden
-    return Budget(2 * weights, 2 * 2 * layers * kv_size * kv_tokens, 300_000_000)
+    return Budget(2 * weights, 2 * 2 * layers * kv_size * kv_tokens, ENGINE_WORKSPACE)
 
 
 KV_TOKENS = {"a": 100_000, "b": 40_000}
@@ -123,8 +124,7 @@ def engine_of(kv_tokens: int) -> Any:
     from omniflow.engine.sglang import load_engine
 
     with tempfile.TemporaryDirectory() as folder:
-        # A budget as tight as this one is of what was measured, and graphs of prompts were not.
-        limits: Any = {"max_running": 8, "kv_tokens": kv_tokens, "prompt_graphs": False}
+        limits: Any = {"max_running": 8, "kv_tokens": kv_tokens}
         engine = load_engine(llama_folder(SIZE, folder), **limits, dtype="bfloat16", load_format="dummy")
     engine.start(EngineRequest(id="one", ids=list(range(10, 500)), sampling=Sampling(max_tokens=64)))
     while engine.has_work():
