@@ -230,7 +230,7 @@ ROWS = (
         after="thinker.cpu",
         late=True,
     ),
-    Job("first", "python -m bench.gpu.first --json {json}", 130, "the command that docs/gpu.md begins with, by clients"),
+    Job("first", "python -m bench.gpu.first --json {json}", 130, "the first command of docs/gpu.md, by clients"),
     Job(
         "speech.write",
         "python -m bench.gpu.speech prompts {work}/speech.json",
