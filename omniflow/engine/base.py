@@ -125,6 +125,12 @@ class Engine(Protocol):
         """True while `step` would do something."""
         ...
 
+    def is_reading(self) -> bool:
+        """True where the next `step` reads prompts, or waits for those that a GPU reads: it may take 100 times as long
+        as one that goes on with answers.
+        """
+        ...
+
     def stats(self) -> EngineStats:
         """Counts for metrics and admission."""
         ...

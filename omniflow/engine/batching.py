@@ -64,6 +64,10 @@ class BatchingEngine(Generic[R]):
         """True while `step` would do something; an open request that waits for input is no work."""
         return self._queue.has_work() or any(row.available > 0 for row in self._queue.running)
 
+    def is_reading(self) -> bool:
+        """True where the next `step` reads prompts."""
+        return self._queue.can_admit() or any(row.available > 1 for row in self._queue.running)
+
     def stats(self) -> EngineStats:
         """Counts for metrics and admission."""
         return self._queue.stats()

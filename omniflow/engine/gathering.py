@@ -10,7 +10,8 @@ from omniflow.engine.base import EngineOutput
 class Gathering:
     """Hands over what steps give at the end of each, or of as many as take `gather_s`, the tokens of a request in one.
 
-    The first and the last output of a request never wait, and all that waits goes with them.
+    The first and the last output of a request never wait, and all that waits goes with them. Before a step that takes
+    long, whoever steps asks for the `rest`.
     """
 
     def __init__(self, gather_s: float) -> None:
@@ -22,6 +23,11 @@ class Gathering:
         self._begun: set[str] = set()
         """Requests whose first output was handed over, and whose last was not."""
 
+    @property
+    def holds(self) -> bool:
+        """True where something waits."""
+        return bool(self._steps)
+
     def add(self, outputs: list[EngineOutput]) -> list[EngineOutput]:
         """What is to be handed over after a step that gave `outputs`; nothing where more is to travel with it."""
         if not self._gather_s:
@@ -30,10 +36,14 @@ class Gathering:
         if not outputs:
             return []
         self._steps.append(outputs)
-        now = time.monotonic()
-        if not self._is_urgent(outputs) and not was_quiet and now - self._handed_over < self._gather_s:
+        waited = time.monotonic() - self._handed_over
+        if not self._is_urgent(outputs) and not was_quiet and waited < self._gather_s:
             return []
-        self._handed_over = now
+        return self.rest()
+
+    def rest(self) -> list[EngineOutput]:
+        """All that waits: it is to be handed over now."""
+        self._handed_over = time.monotonic()
         steps, self._steps = self._steps, []
         return joined(steps)
 

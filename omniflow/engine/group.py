@@ -141,6 +141,10 @@ class Leader:
         """`Engine.has_work`."""
         return self._engine.has_work()
 
+    def is_reading(self) -> bool:
+        """`Engine.is_reading`."""
+        return self._engine.is_reading()
+
     def stats(self) -> EngineStats:
         """`Engine.stats`."""
         return self._engine.stats()

@@ -94,7 +94,7 @@ class EngineLoop:
     loop.
 
     Outputs are handed over at the end of each step, or of as many as take `gather_s` (`gathering.py`): waking every
-    reader takes the time of a GPU's step from the engine's thread.
+    reader takes the time of a GPU's step from the engine's thread. None waits while prompts are read.
     """
 
     def __init__(
@@ -230,6 +230,8 @@ class EngineLoop:
         commands.clear()
 
     def _step(self, engine: Engine) -> None:
+        if self._gathering.holds and engine.is_reading():
+            self._post(self._deliver, self._gathering.rest())
         self._step_began = time.monotonic()
         outputs = engine.step()
         self._step_began = None

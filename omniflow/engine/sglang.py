@@ -165,6 +165,10 @@ class SGLangEngine:
         """True while `step` would do something; an open request that waits for input is no work."""
         return bool(self._aborted or self._ids) or self._scheduler.has_work()
 
+    def is_reading(self) -> bool:
+        """True where the next `step` waits for prompts that the device reads now; without overlap (CPUs) never."""
+        return self._scheduler.is_reading()
+
     def stats(self) -> EngineStats:
         """Counts for metrics and admission; tokens that only the prefix cache holds count as free."""
         queued, scheduler = len(self._scheduler.waiting_queue), self._scheduler

@@ -95,17 +95,28 @@ class Outbox:
                 if waits:
                     continue
                 self._gave = now  # not where only others are told: those who wait would wait on
-            ids = req.output_ids if req.finished_len is None else req.output_ids[: req.finished_len]
-            if start == len(ids) and not finished:
+            if start == len(req.output_ids) and not finished:
                 continue  # it was taken back while this batch ran: its token is not counted, and drawn anew
-            req.send_token_offset = len(ids)
-            finish = req.finished_reason.to_json() if finished else None
-            logprobs = _logprobs(req, start, len(ids)) if req.return_logprob else []
-            frames = None if self.frames is None else self.frames[place : place + 1]
-            self.progress.append(Progress(req.rid, ids[start:].tolist(), finish, logprobs, frames, aside.told()))
+            self._tell(req, None if self.frames is None else self.frames[place : place + 1])
             if finished:
                 req.finished_output = True
                 del self.asides[req.rid]
+
+    def tell(self, reqs: list[Any]) -> None:
+        """Those of their tokens that wait, now."""
+        for req in reqs:
+            if req.send_token_offset < len(req.output_ids) and not req.finished():
+                self._gave = time.monotonic()
+                self._tell(req)
+
+    def _tell(self, req: Any, frames: torch.Tensor | None = None) -> None:
+        """All that was not told."""
+        ids = req.output_ids if req.finished_len is None else req.output_ids[: req.finished_len]
+        start, req.send_token_offset = req.send_token_offset, len(ids)
+        finish = req.finished_reason.to_json() if req.finished() else None
+        logprobs = _logprobs(req, start, len(ids)) if req.return_logprob else []
+        hidden = self.asides[req.rid].told()
+        self.progress.append(Progress(req.rid, ids[start:].tolist(), finish, logprobs, frames, hidden))
 
     def send_output(self, output: object, recv_obj: Any = None) -> None:
         """Called by SGLang for a request that it drops before it ran."""

@@ -37,9 +37,9 @@ def test_without_a_time_all_is_handed_over_as_it_comes() -> None:
     assert Gathering(0.0).add([]) == []
 
 
-@given(st.lists(st.lists(st.sampled_from("abc"), unique=True), max_size=30))
-def test_nothing_is_lost_and_first_and_last_ones_do_not_wait(steps: list[list[str]]) -> None:
-    """Each step gives some of three requests a token, and a last one ends them all."""
+@given(st.lists(st.lists(st.sampled_from("abc"), unique=True), max_size=30), st.booleans())
+def test_nothing_is_lost_and_first_and_last_ones_do_not_wait(steps: list[list[str]], asks: bool) -> None:
+    """Each step gives some of three requests a token, and a last one ends them all; before it, the rest is asked for."""
     gathering, given, told = Gathering(1e9), dict[str, list[int]](), dict[str, list[int]]()
     was_quiet = False
     for number, ids in enumerate(steps):
@@ -52,6 +52,12 @@ def test_nothing_is_lost_and_first_and_last_ones_do_not_wait(steps: list[list[st
         for output in handed_over:
             told.setdefault(output.id, []).extend(output.ids)
         assert not handed_over or told == given
+    if asks:
+        handed_over = gathering.rest() if gathering.holds else []
+        assert not gathering.holds
+        for output in handed_over:
+            told.setdefault(output.id, []).extend(output.ids)
+        assert told == given
     for output in gathering.add([EngineOutput(id, (), "stop") for id in "abc"]):
         told.setdefault(output.id, []).extend(output.ids)
     assert told == {id: given.get(id, []) for id in "abc"}

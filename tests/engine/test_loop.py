@@ -75,6 +75,9 @@ class CountingEngine:
     def has_work(self) -> bool:
         return bool(self.running or self.aborted)
 
+    def is_reading(self) -> bool:
+        return False
+
     def stats(self) -> EngineStats:
         return EngineStats(len(self.running), 0, 0, 100)
 
@@ -389,3 +392,27 @@ async def test_what_an_engine_has_gathered_itself_does_not_wait_again() -> None:
         found = [(await anext(outputs)).ids for _ in range(3)]
         assert found == [(0,), (1, 2, 3), (4, 5, 6)]
     await loop.close()
+
+
+class ReadingEngine(CountingEngine):
+    """Its third step reads a prompt: it waits for `gate`."""
+
+    def is_reading(self) -> bool:
+        if self.num_steps == 2:
+            self.gate.clear()
+        return self.num_steps == 2
+
+
+async def test_nothing_waits_while_a_prompt_is_read() -> None:
+    engine = ReadingEngine()
+    async with (
+        running(lambda: engine, gather_s=1e9) as loop,
+        loop.generate(request("a", [1], max_tokens=9)) as outputs,
+    ):
+        try:
+            with anyio.fail_after(HANGS_S):
+                assert [(await anext(outputs)).ids for _ in range(2)] == [(0,), (1,)]
+                assert engine.num_steps == 2
+        finally:
+            engine.gate.set()
+        assert ids_of([output async for output in outputs]) == list(range(2, 9))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from array import array
 from collections.abc import Iterator
 from random import Random
@@ -220,6 +221,54 @@ def test_tokens_that_may_wait_do_not_wait_for_the_first_ones_of_others(
             told += sum(len(output.ids) for output in engine.step() if output.id == "long")
     assert told >= 8
     engine.abort("long")
+    drain(engine)
+    assert_nothing_is_left(engine)
+
+
+@pytest.fixture
+def gathering(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that may wait do so for ever."""
+    monkeypatch.setattr(engine._scheduler.outbox, "gather_s", 1e9)
+    monkeypatch.setattr(engine._scheduler.outbox, "_gave", time.monotonic())
+
+
+@pytest.mark.usefixtures("gathering")
+@pytest.mark.parametrize("sampling", [{}, PENALTIES], ids=["plain", "penalties"])
+def test_tokens_that_wait_are_told_before_a_prompt_is_waited_for(
+    engine: SGLangEngine, sampling: dict[str, float]
+) -> None:
+    if not engine._scheduler.enable_overlap:
+        pytest.skip("a step in turn can only tell what it has got after the prompt that it reads")
+
+    def told(steps: int) -> int:
+        return sum(len(output.ids) for _ in range(steps) for output in engine.step() if output.id == "long")
+
+    engine.start(EngineRequest(id="long", ids=prompt(9), sampling=Sampling(max_tokens=100, **sampling)))
+    assert told(12) == 1
+    assert not engine.is_reading()
+    engine.start(EngineRequest(id="read", ids=prompt(200, 90 + len(sampling)), sampling=Sampling(max_tokens=1)))
+    (req,) = engine._scheduler.running_batch.reqs
+    for _ in range(4):  # read in 4 chunks; meanwhile nobody else goes on
+        assert told(1) in (len(req.output_ids) - 1, 0)
+        assert engine.is_reading() and req.send_token_offset == len(req.output_ids)
+    assert told(3) == 0
+    assert not engine.is_reading() and req.send_token_offset < len(req.output_ids)
+    engine.abort("long")
+    drain(engine)
+    assert_nothing_is_left(engine)
+
+
+@pytest.mark.usefixtures("gathering")
+def test_whose_memory_is_taken_has_been_told_all(engine: SGLangEngine, taken_back: list[Any]) -> None:
+    for each in many():
+        engine.start(each)
+    while not taken_back:
+        outputs = engine.step()
+    for req in taken_back:
+        assert req.send_token_offset == len(req.output_ids) > 1
+        assert engine._ids[req.rid] in {output.id for output in outputs}
+    for each in many():
+        engine.abort(each.id)
     drain(engine)
     assert_nothing_is_left(engine)
 

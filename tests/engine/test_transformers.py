@@ -148,6 +148,22 @@ def test_a_long_prompt_does_not_stall_those_that_decode() -> None:
     assert all("short" in ids for ids in steps)
 
 
+def test_it_is_known_whether_the_next_step_reads_prompts() -> None:
+    engine = engine_on(LLAMA, chunk=16, max_running=2)
+    assert not engine.is_reading()
+    engine.start(request("a", prompt(4), max_tokens=50))
+    assert engine.is_reading()
+    engine.step()
+    assert not engine.is_reading()
+    engine.start(request("b", prompt(33), max_tokens=50))
+    engine.start(request("c", prompt(4)))  # waits for a place
+    read = []
+    for _ in range(5):
+        read.append(engine.is_reading())
+        engine.step()
+    assert read == [True, True, False, False, False]  # the 33rd input is no more than that of one that decodes
+
+
 def test_a_short_prompt_passes_a_long_one_that_is_being_read() -> None:
     engine = engine_on(LLAMA, chunk=16)
     engine.start(request("long", prompt(200), max_tokens=1))

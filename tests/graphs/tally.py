@@ -40,6 +40,9 @@ class TallyEngine:
     def has_work(self) -> bool:
         return bool(self._requests)
 
+    def is_reading(self) -> bool:
+        return False
+
     def stats(self) -> EngineStats:
         running = min(1, len(self._requests))
         return EngineStats(running, len(self._requests) - running, 10 * running, KV_TOKENS)
