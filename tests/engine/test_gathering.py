@@ -39,7 +39,7 @@ def test_without_a_time_all_is_handed_over_as_it_comes() -> None:
 
 @given(st.lists(st.lists(st.sampled_from("abc"), unique=True), max_size=30), st.booleans())
 def test_nothing_is_lost_and_first_and_last_ones_do_not_wait(steps: list[list[str]], asks: bool) -> None:
-    """Each step gives some of three requests a token, and a last one ends them all, the rest asked for before it or not."""
+    """Each step gives some of three requests a token, and a last one ends them all, the rest told before or not."""
     gathering, given, told = Gathering(1e9), dict[str, list[int]](), dict[str, list[int]]()
     was_quiet = False
     for number, ids in enumerate(steps):
