@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def check_prompt(request: EngineRequest, *, vocab_size: int, width: int, decodes: bool, knows_kinds: bool) -> None:
     """For engines of text on a model of `vocab_size` tokens whose embeddings are `width` wide.
 
-    Raises InvalidInputError for an empty prompt and a biased token that there is not, ProtocolError for all else.
+    Raises InvalidInputError for an empty prompt and for what `_check_biases` refuses, ProtocolError for all else.
     """
     if not request.ids and not request.open:
         raise InvalidInputError("the prompt is empty: it needs at least 1 token", request_id=request.id)
@@ -26,13 +26,7 @@ def check_prompt(request: EngineRequest, *, vocab_size: int, width: int, decodes
         raise ProtocolError("stop strings need an engine with `decode`", request_id=request.id)
     if request.ids and not 0 <= min(request.ids) <= max(request.ids) < vocab_size:
         raise ProtocolError(f"a token id is outside of the vocabulary of {vocab_size}", request_id=request.id)
-    for token, _ in request.sampling.logit_bias:
-        if not 0 <= token < vocab_size:
-            raise InvalidInputError(
-                f"logit_bias names the token {token}; this model has those from 0 to {vocab_size - 1}",
-                request_id=request.id,
-                param="logit_bias",
-            )
+    _check_biases(request, vocab_size)
     _check_embeds(request, width)
     _check_kinds(request, knows_kinds)
 
@@ -53,6 +47,20 @@ def refuse_not_finite(request_id: str, rows: torch.Tensor) -> None:
         raise ProtocolError(
             "embeddings that are not finite: the stage that made them has failed", request_id=request_id
         )
+
+
+def _check_biases(request: EngineRequest, vocab_size: int) -> None:
+    """Raises InvalidInputError where one is on a token that there is not, or that has one already: engines would add
+    both, or forget one.
+    """
+    seen = set[int]()
+    for token, _ in request.sampling.logit_bias:
+        if not 0 <= token < vocab_size or token in seen:
+            why = " twice" if token in seen else f"; this model has those from 0 to {vocab_size - 1}"
+            raise InvalidInputError(
+                f"logit_bias names the token {token}{why}", request_id=request.id, param="logit_bias"
+            )
+        seen.add(token)
 
 
 def _check_embeds(request: EngineRequest, width: int) -> None:

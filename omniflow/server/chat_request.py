@@ -49,6 +49,7 @@ _AUDIO_ENDINGS = {".wav": "wav", ".mp3": "mp3", ".flac": "flac", ".ogg": "ogg", 
 _TEXT_MIMES = ("text/", "application/json")
 _UNTYPED = "application/octet-stream"
 MAX_CHOICES = 16
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 _LEAST_TOP_P = 1e-6
 """What 0 stands for: the likeliest token, as with OpenAI. Of engines, some take nothing but more than 0."""
 
@@ -283,7 +284,8 @@ class ChatRequest(Struct, frozen=True, kw_only=True):
 
 
 def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+    """One spelling a token: of "5" and "05" it could not be said which one holds."""
+    if not _TOKEN_ID.fullmatch(key):
         raise InvalidInputError(f"logit_bias: {key!r} is not a token id like '50256'", param="logit_bias")
     return int(key)
 

@@ -79,7 +79,7 @@ _FORMATS = {"enum": ["json", "text", "srt", "verbose_json", "vtt"]}
 NARROWED: dict[str, dict[str, dict[str, Any]]] = {
     "SpeechRequest": {"input": {"pattern": r"\S"}, "ref_text": {"pattern": r"\S"}},
     "InputAudio": {"data": {"pattern": f"^{_BASE64}", "contentEncoding": "base64"}},
-    "ChatRequest": {"logit_bias": {"propertyNames": {"pattern": r"^[0-9]{1,10}$"}}},
+    "ChatRequest": {"logit_bias": {"propertyNames": {"pattern": r"^(?:0|[1-9][0-9]{0,9})$"}}},
     "TranscriptionRequest": {"response_format": {"anyOf": [_FORMATS, _NULL]}},
     "TranslationRequest": {"response_format": {"anyOf": [_FORMATS, _NULL]}},
 }
