@@ -18,10 +18,17 @@ if TYPE_CHECKING:
 def check_prompt(request: EngineRequest, *, vocab_size: int, width: int, decodes: bool, knows_kinds: bool) -> None:
     """For engines of text on a model of `vocab_size` tokens whose embeddings are `width` wide.
 
-    Raises InvalidInputError for an empty prompt and for what `_check_biases` refuses, ProtocolError for all else.
+    Raises InvalidInputError for an empty prompt, an answer of no tokens and what `_check_biases` refuses, ProtocolError
+    for all else.
     """
     if not request.ids and not request.open:
         raise InvalidInputError("the prompt is empty: it needs at least 1 token", request_id=request.id)
+    if request.sampling.max_tokens < 1:
+        raise InvalidInputError(
+            f"max_tokens is {request.sampling.max_tokens}; an answer has 1 token or more",
+            request_id=request.id,
+            param="max_tokens",
+        )
     if request.stop and not decodes:
         raise ProtocolError("stop strings need an engine with `decode`", request_id=request.id)
     if request.ids and not 0 <= min(request.ids) <= max(request.ids) < vocab_size:

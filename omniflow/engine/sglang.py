@@ -62,8 +62,9 @@ class _Running:
 class _Open:
     """A request whose input is still fed: SGLang takes whole prompts, so it waits here."""
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(self, request: EngineRequest, held: Held | None) -> None:
         self.request = request
+        self.held = held
         self.rows: list[torch.Tensor] = []
 
     def whole(self) -> EngineRequest:
@@ -120,10 +121,11 @@ class SGLangEngine:
             raise OverloadedError(
                 f"{self._max_waiting} generations are waiting already", request_id=request.id, retry_after_s=1.0
             )
+        held = self._held(request)
         if request.open:
-            self._open[request.id] = _Open(request)
+            self._open[request.id] = _Open(request, held)
         else:
-            self._submit(request)
+            self._submit(request, held)
 
     def feed(self, request_id: str, rows: torch.Tensor, done: bool) -> None:
         """Append input embeddings [n, hidden]; `done` lets it generate. A request that has ended is ignored.
@@ -141,7 +143,8 @@ class SGLangEngine:
         check_length(request_id, length, self._limit)
         if done:
             refuse_nothing(request_id, length)
-            self._submit(waiting.whole())  # where this refuses it, it stays open until it is aborted, as on every rank
+            # Where this refuses it, it stays open until it is aborted, as on every rank.
+            self._submit(waiting.whole(), waiting.held)
             del self._open[request_id]
 
     def step(self) -> list[EngineOutput]:
@@ -188,7 +191,7 @@ class SGLangEngine:
     def _is_known(self, request_id: str) -> bool:
         return request_id in self._running or request_id in self._open
 
-    def _submit(self, request: EngineRequest) -> None:
+    def _submit(self, request: EngineRequest, held: Held | None) -> None:
         if request.embeds is not None:
             # As the model has them, and so half as much to hash: 29 MB of 3584 rows of 4096 take 16 ms.
             with in_order(request.embeds):
@@ -196,7 +199,7 @@ class SGLangEngine:
                 if embeds.is_cuda:
                     refuse_not_finite(request.id, embeds)  # waits for them, as their hash would
             request = msgspec.structs.replace(request, embeds=embeds)
-        running = _Running(request, f"{next(self._names):016x}", self._held(request))
+        running = _Running(request, f"{next(self._names):016x}", held)
         places = Places(request.places, request.kinds)
         submit(
             self._scheduler,
@@ -208,7 +211,7 @@ class SGLangEngine:
             # A prompt whose hidden states are all asked for must be computed: it shares no cache entry with any other.
             extra_key=running.rid if request.hidden == "all" else content_key(request, places),
             top_logprobs=request.sampling.top_logprobs,
-            held=running.held,
+            held=held,
             places=places,
             next_hidden={"all": 0, "last": len(request.ids) - 1, None: None}[request.hidden],
             may_wait=running.is_plain and request.hidden is None,

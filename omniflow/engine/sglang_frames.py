@@ -23,6 +23,7 @@ from omniflow.engine.frames import FrameModel, knobs_of
 from omniflow.engine.heads import FrameHead, Knobs, frame_noise
 from omniflow.engine.queue import RunQueue
 from omniflow.engine.sglang import Finish, SGLangEngine, finish_reason
+from omniflow.engine.sglang_grammar import Held
 from omniflow.engine.sglang_models.frame_model import SETUP, STOP, FrameSetup, OmniflowFrameModel
 from omniflow.engine.sglang_outbox import Progress
 from omniflow.engine.sglang_registry import register
@@ -114,7 +115,7 @@ class SGLangFrameEngine(SGLangEngine):
         """Run one batch. On a GPU it returns what the batch before it gave."""
         outputs = [EngineOutput(queued.id, (), "abort") for queued in self._queue.drop_aborted()]
         for queued in self._queue.admit():
-            super()._submit(queued.request)
+            super()._submit(queued.request, None)
             self._scheduler.entrances[self._running[queued.id].rid] = self._entrance(queued.request)
         return outputs + super().step()
 
@@ -153,7 +154,7 @@ class SGLangFrameEngine(SGLangEngine):
         refuse_text(request)
         super()._check(request)
 
-    def _submit(self, request: EngineRequest) -> None:
+    def _submit(self, request: EngineRequest, held: Held | None) -> None:
         capacity = min(len(request.ids) + self._steps(request), self._limit + 1) + OVERSHOOT
         self._queue.wait(_Queued(request.id, capacity, request), request.urgent)
 

@@ -66,6 +66,9 @@ def test_what_the_user_gave_names_its_field() -> None:
     with pytest.raises(InvalidInputError, match="names the token 5 twice") as raised:
         check(asked(sampling=Sampling(logit_bias=((5, 1.0), (6, 1.0), (5, 1.0)))))
     assert raised.value.param == "logit_bias"
+    with pytest.raises(InvalidInputError, match="max_tokens is 0; an answer has 1 token or more") as raised:
+        check(asked(sampling=Sampling(max_tokens=0)))
+    assert raised.value.param == "max_tokens"
     check_length("a", 7, 7)
     with pytest.raises(ContextLengthError, match="8 tokens; at most 7 fit") as too_long:
         check_length("a", 8, 7)

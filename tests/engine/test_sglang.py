@@ -258,6 +258,8 @@ def test_what_cannot_be_done_is_refused_and_the_next_request_runs(engine: SGLang
         engine.start(request("b", prompt(5), logit_bias=((VOCAB, 1.0),)))
     with pytest.raises(InvalidInputError, match="logit_bias names the token 5 twice"):
         engine.start(request("b", prompt(5), logit_bias=((5, 1.0), (5, 2.0))))
+    with pytest.raises(InvalidInputError, match="max_tokens is 0"):
+        engine.start(request("b", prompt(5), max_tokens=0))
     with pytest.raises(ProtocolError, match=f"this model takes \\[n, {HIDDEN}\\]"):
         engine.start(
             EngineRequest(id="w", ids=[1], embeds=torch.zeros(1, 3), positions=(0,), sampling=Sampling(max_tokens=1))

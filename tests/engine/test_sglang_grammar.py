@@ -14,7 +14,7 @@ import torch
 
 from omniflow.engine.grammar import Grammars
 from omniflow.engine.transformers import TransformersEngine
-from omniflow.errors import InvalidInputError
+from omniflow.errors import InvalidInputError, ProtocolError
 from tests.engine.test_grammar import NO_BLANKS, asked, grammar, text_of
 from tests.engine.tiny import (
     BYTES_END,
@@ -88,11 +88,25 @@ def test_a_grammar_that_becomes_too_complex_ends_its_own_request_only(engine: SG
     assert "too complex" in str(last.error)
 
 
-def test_what_is_fed_for_a_grammar_that_cannot_be_followed_stays_open_until_it_is_aborted(engine: SGLangEngine) -> None:
-    """So an abort says the same on a rank that refused it and on one that was not told of its input."""
-    engine.start(msgspec.structs.replace(asked("o", "start: ("), ids=[], open=True))
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_grammar_that_cannot_be_followed_is_refused_at_the_start(engine: SGLangEngine, is_open: bool) -> None:
     with pytest.raises(InvalidInputError, match="cannot be followed"):
-        engine.feed("o", torch.zeros(2, HIDDEN), done=True)
+        engine.start(msgspec.structs.replace(asked("o", "start: ("), open=is_open))
+    engine.abort("o")
+    assert drain(engine) == {}
+
+
+def test_what_is_fed_is_held_to_the_grammar(engine: SGLangEngine) -> None:
+    engine.start(msgspec.structs.replace(asked("o", grammar(SCHEMA), logit_bias=NO_BLANKS), ids=[], open=True))
+    engine.feed("o", torch.zeros(2, HIDDEN), done=True)
+    jsonschema.validate(json.loads(text_of(drain(engine)["o"])), SCHEMA)
+
+
+def test_who_is_fed_what_is_refused_stays_open_until_it_is_aborted(engine: SGLangEngine) -> None:
+    """So an abort says the same on a rank that refused it and on one that was not told of its input."""
+    engine.start(msgspec.structs.replace(asked("o", grammar(SCHEMA)), ids=[], open=True))
+    with pytest.raises(ProtocolError, match="not finite"):
+        engine.feed("o", torch.full((2, HIDDEN), torch.inf, device="cuda" if GPU else "cpu"), done=True)
     engine.abort("o")
     assert [output.finish_reason for output in drain(engine)["o"]] == ["abort"]
     assert engine.stats().num_waiting == 0
