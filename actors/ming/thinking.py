@@ -32,7 +32,7 @@ class MingThinker(Thinker):
                 gather_s=GATHER_S,
                 ranks=self.ranks,
                 **self._limits,
-                **self._sglang,
+                **self._sglang | {"prompt_graphs": False},  # no GPU has run them
             )
         import torch
 

@@ -122,6 +122,10 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         for tensor in self.model.read(told):
             if self.enable_overlap:
                 tensor.record_stream(self.forward_stream)
+        if not self.model.is_plain and batch.replace_embeds is None:
+            # A graph has no places and kinds. SGLang replays none where a batch has embeddings, so it has 0 of them.
+            batch.replace_embeds = torch.empty(0, self.model_config.hidden_size, device=self.device)
+            batch.replace_positions = torch.empty(0, dtype=torch.int64, device=self.device)
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         """As SGLang's; what it hands out has hidden states."""

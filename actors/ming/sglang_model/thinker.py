@@ -73,13 +73,14 @@ class _Heads(nn.Module):
         # Those of this rank.
         heads, kv_heads = self.query_key_value.num_heads, self.query_key_value.num_kv_heads
         self._sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
-        self.attend = RadixAttention(heads, dim, dim**-0.5, num_kv_heads=kv_heads, layer_id=layer)
+        # SGLang looks for it by this name, and without it captures no prompts.
+        self.attn = RadixAttention(heads, dim, dim**-0.5, num_kv_heads=kv_heads, layer_id=layer)
 
     def forward(self, x: torch.Tensor, rows: torch.Tensor, rope: _Rope, forward_batch: Any) -> torch.Tensor:
         query, key, value = self.query_key_value(x)[0].split(self._sizes, dim=-1)
         query, key = apply_qk_norm(query, key, self.q_norm, self.k_norm, self._dim)
         query, key = rope(rows, query, key)
-        y: torch.Tensor = self.dense(self.attend(query, key, value, forward_batch))[0]
+        y: torch.Tensor = self.dense(self.attn(query, key, value, forward_batch))[0]
         return y
 
 
@@ -180,8 +181,20 @@ class _Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self, x: torch.Tensor, places: torch.Tensor, kinds: torch.Tensor | None, forward_batch: Any
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: Any,
+        input_embeds: torch.Tensor | None = None,
+        places: torch.Tensor | None = None,
+        kinds: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """SGLang captures this for prompts, with its own four arguments: inputs of kind 0, each at its own position.
+
+        What it replays in place of this is for such batches alone (`PlacedModel.is_plain`).
+        """
+        x = self.word_embeddings(input_ids) if input_embeds is None else input_embeds
+        places = positions.expand(3, -1) if places is None else places
         rows, sum_so_far = self.rope.turn(places), torch.zeros_like(x)
         for layer in self.layers:
             assert isinstance(layer, _Layer)
@@ -219,8 +232,8 @@ class OmniflowMingThinker(PlacedModel):
         **_: Any,
     ) -> LogitsProcessorOutput:
         """Called by SGLang with a batch that decodes, or with one that reads prompts."""
-        x = self.model.word_embeddings(input_ids) if input_embeds is None else input_embeds
-        hidden = self.model(x, *self.located(positions, forward_batch), forward_batch)
+        located = self.located(positions, forward_batch)
+        hidden = self.model(input_ids, positions, forward_batch, input_embeds, *located)
         return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

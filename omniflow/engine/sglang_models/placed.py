@@ -43,6 +43,11 @@ class PlacedModel(nn.Module):
         self._read = (places.to(device), kinds.to(device))
         return list(self._read)
 
+    @property
+    def is_plain(self) -> bool:
+        """True where all inputs that the next batch reads are of kind 0, each at its own position."""
+        return self._read is None
+
     def located(self, positions: torch.Tensor, forward_batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Places int64 [3, n] and kinds [n] of the inputs of a batch that SGLang runs; None: all are of kind 0."""
         if forward_batch.forward_mode.is_decode():
