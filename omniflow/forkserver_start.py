@@ -10,6 +10,10 @@ import signal
 from omniflow.prctl import PARENT, die_with_parent
 
 # The supervisor says whose child this is: were that dead already, the parent of this process would be another one.
-die_with_parent(int(os.environ.pop(PARENT, "") or os.getppid()))
+parent = os.environ.pop(PARENT, "")
+if not parent:
+    # The one before died as a thread was to start a host by it, which has started this: it would die with that thread.
+    os._exit(1)
+die_with_parent(int(parent))
 # A SIGTERM for the whole process group is the runtime's to act on: it drains, with its hosts alive.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -35,6 +35,8 @@ _LAST_WORDS_S = 1.0
 _GC_OBJECTS = 50_000
 """Requests leave no cycles for the garbage collector to find; with Python's 700, thousands of them in flight cost a
 third more, because it looks at each of them again and again."""
+_IMPORTED_IN = os.getpid()
+"""In a host that was forked: the fork server, as a rule (one that somebody else has started has not imported this)."""
 EXIT_BROKEN = 3
 """Exit code of a host whose stage failed in setup or broke for good."""
 
@@ -90,7 +92,8 @@ def follower_main(
 
 
 def _begin(name: str, parent: int, log_level: int, lifeline: Connection | None) -> None:
-    die_with_parent(parent or os.getppid())
+    # Were the fork server dead already, the parent of this process would be another one.
+    die_with_parent(parent or (_IMPORTED_IN if _IMPORTED_IN != os.getpid() else os.getppid()))
     if lifeline is not None:
         with lifeline:
             tell_end(lifeline.fileno())

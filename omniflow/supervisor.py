@@ -55,7 +55,9 @@ _BEAT_S = 1.0
 _TOLD_WITHIN_S = 0.05
 """How long the death of a host waits for its cause to be known: 1 ms on most machines, more on one that is too busy."""
 _KILL_AFTER_S = 5.0
-"""What a host gets to close its actors before it is killed."""
+"""What a host gets to close its actors before it is killed, and the fork server to start one that nobody wants now."""
+_UNTOLD = 255
+"""The exit code that `multiprocess` gives a process whose parent, the fork server, died before it could tell one."""
 
 
 _IMPORT_HINT = (
@@ -223,8 +225,7 @@ class Supervisor:
             if child.host.start_method == "forkserver":
                 # A new fork server (the old one may have been killed) must not be tied to the life of a worker thread.
                 _ensure_forkserver()
-                # Waits until the fork server has imported its modules.
-                failure = await anyio.to_thread.run_sync(_start, process)
+                failure = await self._start_forked(process)
             else:
                 # In the environment from the first: a module that is imported may ask CUDA what there is.
                 with environment(gpus_of(child.host).environment(os.environ)):
@@ -240,6 +241,14 @@ class Supervisor:
         child.link = ArrowShmLink(child.host.name, self._receiver, ours, self._memory, self._types, keeps_views=False)
         child.pidfd, child.lifeline = pidfd, lifeline
         self._watch(child, pidfd)
+
+    async def _start_forked(self, process: Any) -> str | None:
+        """Waits until the fork server has imported its modules; one that never has (a disk that hangs) is killed."""
+        late = asyncio.get_running_loop().call_later(self._config.start_timeout_s, _kill_forkserver)
+        try:
+            return await anyio.to_thread.run_sync(_start, process)
+        finally:
+            late.cancel()
 
     def _watch(self, child: Child, pidfd: int) -> None:
         loop = asyncio.get_running_loop()
@@ -380,7 +389,8 @@ class Supervisor:
             _forget(child.process)
         if child.link is not None:
             _hear_out(child.link)
-            self._lose(child, child.failure.message if child.failure else _why(code))
+            known = None if child.host.start_method == "forkserver" and code == _UNTOLD else code
+            self._lose(child, child.failure.message if child.failure else _why(known))
         _say_gone(child)
 
     def _told(self, process: Any) -> None:
@@ -502,8 +512,10 @@ class Supervisor:
         Returns when every process is gone, and what was open for them is closed.
         """
         self._stopping = True
+        late = asyncio.get_running_loop().call_later(_KILL_AFTER_S, _kill_forkserver)
         for child in self.children.values():
             await child.launched.wait()
+        late.cancel()
         running = [child for child in self.children.values() if not child.gone.is_set()]
         for child in running:
             if child.state == "starting":
@@ -605,13 +617,23 @@ def _ensure_forkserver() -> None:
         del os.environ[PARENT]
 
 
+def _kill_forkserver() -> None:
+    """Whoever waits for it hears that it is gone; so do the hosts that it has started, which die."""
+    pid = multiprocess.forkserver._forkserver._forkserver_pid  # known to nobody else
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def _start(process: Any) -> str | None:
     """Start it; gives what went wrong. The error itself would hold half of what was opened for the process, and would
     be held by the future that brings it out of a thread.
     """
     try:
         process.start()
-    except (OSError, EOFError) as error:
+    except EOFError:
+        return "the fork server has died"
+    except OSError as error:
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -18,6 +18,7 @@ import pytest
 from omniflow import supervisor
 from omniflow.errors import DeadlineError, RequestError, StageDiedError, StartError
 from omniflow.graph import Restart
+from omniflow.prctl import PARENT
 from omniflow.runtime import Runtime
 
 from ..doubles import counted_turns
@@ -115,6 +116,79 @@ async def test_a_fork_server_that_dies_while_it_starts_a_host(dice: random.Rando
             os.kill(multiprocess.forkserver._forkserver._forkserver_pid, signal.SIGKILL)
             await until(lambda: min(s.restarts for s in runtime.status().stages) > number)  # noqa: B023
             assert (await ask(runtime, "task", Task()))["numbers"] == [0]
+
+
+async def test_no_host_outlives_a_fork_server_that_dies_as_it_forks(dice: random.Random) -> None:
+    """A host that finds itself without its parent ends: nothing would end it together with the main process."""
+    async with running(perils.build(), CPU) as runtime:
+        for _ in range(rounds(4)):
+            server = multiprocess.forkserver._forkserver._forkserver_pid
+            before = children_of(server)
+            os.kill(pid_of(runtime, "hold"), signal.SIGKILL)
+            await until(lambda: children_of(server) - before)  # noqa: B023
+            await anyio.sleep(dice.random() * 0.002)
+            os.kill(server, signal.SIGKILL)
+            await until(lambda: multiprocess.forkserver._forkserver._forkserver_pid != server)  # noqa: B023
+            await up_again(runtime)
+            assert (await ask(runtime, "task", Task()))["numbers"] == [0]
+            server = multiprocess.forkserver._forkserver._forkserver_pid
+            assert {status.pid for status in runtime.status().stages} <= children_of(server)
+
+
+async def test_a_fork_server_that_dies_just_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that asks starts another one, which would die with that thread, and all its hosts with it."""
+    start, killed = supervisor._start, []
+
+    def late(process: Any) -> str | None:
+        if not killed:
+            killed.append(multiprocess.forkserver._forkserver._forkserver_pid)
+            os.kill(killed[0], signal.SIGKILL)
+            os.waitid(os.P_PID, killed[0], os.WEXITED | os.WNOWAIT)
+        return start(process)
+
+    async with running(perils.build(), CPU) as runtime:
+        monkeypatch.setattr(supervisor, "_start", late)
+        await kill(runtime, "hold")
+        assert (await ask(runtime, "task", Task()))["numbers"] == [0]
+        assert runtime._supervisor.children["hold"].restarts == 2
+        server = Path(f"/proc/{multiprocess.forkserver._forkserver._forkserver_pid}")
+        assert f"{PARENT}={os.getpid()}".encode() in (server / "environ").read_bytes().split(b"\0")
+
+
+@pytest.mark.parametrize("then", ["start", "restart", "stop"])
+async def test_a_fork_server_that_hangs(then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports from a disk that does not answer, say: it is killed when the time to start is over, or to stop."""
+    if then == "stop":
+        monkeypatch.setattr(supervisor, "_KILL_AFTER_S", 0.1)
+    runtime = unstarted(perils.build(), CPU, start_timeout_s=100.0 if then == "stop" else 1.0)
+    if then == "start":
+        hold_up_the_fork_server()
+        with pytest.raises(StartError, match="not ready after 1 s"):
+            await runtime.__aenter__()
+        return
+    async with runtime:
+        server = hold_up_the_fork_server()
+        await kill(runtime, "hold")
+        if then == "restart":
+            await until(lambda: multiprocess.forkserver._forkserver._forkserver_pid != server)
+            await up_again(runtime)
+            assert (await ask(runtime, "task", Task()))["numbers"] == [0]
+        else:
+            await until(lambda: not runtime._supervisor.children["hold"].launched.is_set())
+
+
+def hold_up_the_fork_server() -> int:
+    supervisor._ensure_forkserver()
+    server: int = multiprocess.forkserver._forkserver._forkserver_pid
+    os.kill(server, signal.SIGSTOP)
+    return server
+
+
+def children_of(pid: int) -> set[int]:
+    try:
+        return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
 
 
 async def test_a_death_of_which_its_parent_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
