@@ -70,6 +70,8 @@ ROWS = (
     test("towers", "-m gpu tests/actors/ming/test_towers_gpu.py", 50, "a GPU hears and sees what a CPU does"),
     test("ming", "tests/actors/ming/test_thinker_sglang.py", 80, "Ming's thinker in float32 as the reference"),
     test("ming_seeds", "tests/actors/ming/test_thinker_sglang_gpu.py", 40, "the same in bfloat16; seeds"),
+    test("ming_graphs", "tests/actors/ming/test_thinker_sglang_graphs.py", 80, "the same with texts as CUDA graphs"),
+    test("ming_graphs_16", "tests/actors/ming/test_thinker_sglang_graphs_gpu.py", 40, "those graphs in bfloat16"),
     test("ranks", "tests/engine/test_sglang_group.py", 110, "tp=2 answers as one; after each kill too", gpus="2"),
     test("ming_ranks", "tests/actors/ming/test_thinker_sglang_group.py", 50, "Ming's thinker on two GPUs", gpus="2"),
     Job(
@@ -172,6 +174,13 @@ ROWS = (
         "python -m bench.gpu.ming_thinker --layers 8 20 --tokens 96 --json {json}",
         110,
         "as many layers of Ming's thinker as fit, beside their floor",
+        late=True,
+    ),
+    Job(
+        "ming.thinker_graphs",
+        "python -m bench.gpu.ming_thinker --layers 8 --batches 1 --tokens 32 --prompt-graphs on --json {json}",
+        60,
+        "first tokens of Ming's thinker with short texts as CUDA graphs",
         late=True,
     ),
     Job(

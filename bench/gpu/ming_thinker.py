@@ -2,8 +2,8 @@
 
 Random bf16 weights with as many of its 32 layers as are named (the first is dense, as in the model); with `--ranks 2`
 they are split over two GPUs, which hold them all. Steps that decode, under CUDA graphs, beside the time that the memory
-needs for the bytes that such a step cannot do without; prompts with and without media; what it costs to be told hidden
-states.
+needs for the bytes that such a step cannot do without; prompts with and without media, and steps after them; short
+texts, with `--prompt-graphs on` as CUDA graphs; what it costs to be told hidden states.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ CONFIG: dict[str, Any] = {
 }
 WHOLE = 32
 """Layers of the model."""
+SHORT = (16, 64, 128, 250, 500, 1000)
+"""Tokens of texts that are asked for one alone."""
 
 
 def build(layers: int, arguments: argparse.Namespace, ranks: Ranks) -> Any:
@@ -62,7 +64,8 @@ def build(layers: int, arguments: argparse.Namespace, ranks: Ranks) -> Any:
         Path(folder, "config.json").write_text(json.dumps(config))
         limits: Any = {"max_running": max(arguments.batches), "max_waiting": 64, "kv_tokens": 65536}
         more: Any = {"load_format": "dummy", "disable_cuda_graph": arguments.eager, "chunked_prefill_size": 8192}
-        engine = load_sglang_thinker(Path(folder), ranks=ranks, **limits, **more)
+        graphs = arguments.prompt_graphs == "on"
+        engine = load_sglang_thinker(Path(folder), ranks=ranks, prompt_graphs=graphs, **limits, **more)
     for name, weight in engine._scheduler.model.named_parameters():
         # SGLang's own random numbers are the same in each layer, and so small that all tokens go to the same experts.
         torch.manual_seed(zlib.crc32(name.encode()))  # what both ranks have must be equal
@@ -103,24 +106,25 @@ def decode_ms(engine: Any, batch: int, tokens: int, hidden: Any = None) -> float
     return statistics.mean(sorted(steps)[: max(1, len(steps) * 9 // 10)])
 
 
-def prefill_ms(engine: Any, kinds: str) -> float:
-    """A prompt of 4,096 inputs, all text, or 3,072 of them of images and 512 of audio: to its first token."""
+def alone_ms(engine: Any, length: int, *, media: bool = False, tokens: int = 1, rounds: int = 4) -> list[float]:
+    """Of one request: the time to its first token, and of a step of its answer. Medians, the first round for nothing.
+
+    `media`: 3,072 of its 4,096 inputs are of images, and 512 of audio.
+    """
     times = []
-    for round in range(4):
-        generator = torch.Generator().manual_seed(100 + round)
-        request = EngineRequest(
-            id="p",
-            ids=torch.randint(10, 100_000, (4096,), generator=generator).tolist(),
-            sampling=Sampling(max_tokens=1),
-        )
-        if kinds == "media":
+    for number in range(rounds + 1):
+        generator = torch.Generator().manual_seed(1000 * length + number)
+        ids = torch.randint(10, 100_000, (length,), generator=generator).tolist()
+        request = EngineRequest(id="p", ids=ids, sampling=Sampling(max_tokens=tokens))
+        if media:
             request = with_media(request, generator)
-        begin = time.perf_counter()
+        ends = [time.perf_counter()]
         engine.start(request)
         while engine.has_work():
-            engine.step()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times[1:])
+            if engine.step():
+                ends.append(time.perf_counter())
+        times.append([ends[1] - ends[0], (ends[-1] - ends[1]) / max(tokens - 1, 1)])
+    return [round(1e3 * statistics.median(of), 2) for of in zip(*times[1:], strict=True)]
 
 
 def with_media(request: EngineRequest, generator: torch.Generator) -> EngineRequest:
@@ -159,9 +163,18 @@ def measure(layers: int, arguments: argparse.Namespace, bandwidth: float, report
     batch = max(arguments.batches)
     rounds = [decode_ms(engine, batch, arguments.tokens, hidden) for hidden in ("last", None, "last", None)]
     hidden_ms = {"told": round(min(rounds[::2]), 3), "not": round(min(rounds[1::2]), 3)}
-    prefill = {kinds: round(prefill_ms(engine, kinds), 1) for kinds in ("text", "media")}
-    report.add({"hidden_ms": hidden_ms, "prefill_4096_ms": prefill}, str(layers))
+    report.add({"hidden_ms": hidden_ms} | prompts_ms(engine), str(layers))
     engine.close()
+
+
+def prompts_ms(engine: Any) -> dict[str, dict[str, float]]:
+    """To the first token of long prompts and short ones, and a step of the answers to long ones."""
+    long = {kinds: alone_ms(engine, 4096, media=kinds == "media", tokens=33) for kinds in ("text", "media")}
+    return {
+        "prefill_4096_ms": {kinds: first for kinds, (first, _) in long.items()},
+        "step_after_4096_ms": {kinds: step for kinds, (_, step) in long.items()},
+        "first_token_ms": {str(length): alone_ms(engine, length, rounds=10)[0] for length in SHORT},
+    }
 
 
 def whole(layers: list[int], results: dict[str, Any], batch: int) -> dict[str, float]:
@@ -179,11 +192,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--ranks", type=int, choices=[1, 2], default=1)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--prompt-graphs", choices=["on", "off"], default="off", help="texts of up to 1,024 tokens")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
     key = f"{arguments.ranks} GPU" + (", eager" if arguments.eager else "")
+    key += ", graphs of prompts" if arguments.prompt_graphs == "on" else ""
     report = Report(arguments.json, key)
     report.add({"copy_tb_per_s": round(bandwidth / 1e12, 2)})
     for layers in arguments.layers:
