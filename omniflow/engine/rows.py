@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.places import Places
 from omniflow.engine.sampling import Sampler, tokens_of
+from omniflow.engine.stops import Decode, StopStrings
 
 if TYPE_CHECKING:
     from omniflow.engine.grammar import Matcher
@@ -53,13 +54,20 @@ class KeyValues:
 class Row:
     """One request on its way: its inputs (prompt, fed rows, then its own tokens) and how far they are computed.
 
-    `matcher` is where its answer stands in the request's grammar.
+    `matcher` is where its answer stands in the request's grammar; `decode` is needed where that has stop strings.
     """
 
-    def __init__(self, request: EngineRequest, num_layers: int, capacity: int, matcher: Matcher | None = None) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        num_layers: int,
+        capacity: int,
+        matcher: Matcher | None = None,
+        decode: Decode | None = None,
+    ) -> None:
         self.id = request.id
         self.sampling = request.sampling
-        self.stop = request.stop
+        self.stops = StopStrings(request.stop, decode)
         self.open = request.open
         self.ids = list(request.ids)
         """Input ids so far; a 0 stands where an embedding takes the place of a token."""

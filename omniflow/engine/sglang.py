@@ -30,7 +30,7 @@ from omniflow.engine.sglang_scheduler import SteppedScheduler
 from omniflow.engine.sglang_settings import server_settings
 from omniflow.engine.sglang_start import build, close
 from omniflow.engine.stats import EngineStats
-from omniflow.engine.stops import Decode, has_stopped
+from omniflow.engine.stops import Decode, StopStrings
 from omniflow.engine.streams import in_order
 from omniflow.errors import (
     OverloadedError,
@@ -48,14 +48,13 @@ Finish = Literal["stop", "length", "abort"]
 class _Running:
     """What this side remembers of one request that SGLang has."""
 
-    def __init__(self, request: EngineRequest, rid: str, held: Held | None) -> None:
+    def __init__(self, request: EngineRequest, rid: str, held: Held | None, decode: Decode | None) -> None:
         self.request = request
         self.rid = rid
         self.held = held
         self.is_plain = held is None and not request.stop
         """SGLang itself sees its end, so its tokens are not looked at one by one before."""
-        self.generated: list[int] = []
-        """Of one that is not plain: its tokens."""
+        self.stops = StopStrings(request.stop, decode)
         self.aborted = False
 
 
@@ -199,7 +198,7 @@ class SGLangEngine:
                 if embeds.is_cuda:
                     refuse_not_finite(request.id, embeds)  # waits for them, as their hash would
             request = msgspec.structs.replace(request, embeds=embeds)
-        running = _Running(request, f"{next(self._names):016x}", held)
+        running = _Running(request, f"{next(self._names):016x}", held, self._decode)
         places = Places(request.places, request.kinds)
         submit(
             self._scheduler,
@@ -277,8 +276,7 @@ class SGLangEngine:
             if token in running.request.sampling.stop_token_ids:
                 return ids, "stop"
             ids.append(token)
-            running.generated.append(token)
-            if has_stopped(running.generated, running.request.stop, self._decode):
+            if running.stops.completed_by(token):
                 return ids, "stop"
         if running.held is not None and running.held.ended:
             return ids, "stop"

@@ -23,7 +23,7 @@ from omniflow.engine.checks import check_prompt
 from omniflow.engine.linear import pack_linears
 from omniflow.engine.rows import ATTENTION, Row, Span
 from omniflow.engine.sampling import token_logprob
-from omniflow.engine.stops import Decode, has_stopped
+from omniflow.engine.stops import Decode
 from omniflow.errors import (
     RequestError,
     StartError,
@@ -86,7 +86,8 @@ class TransformersEngine(FeedingEngine[Row]):
         self._check(request)
         capacity = self._capacity(request.id, len(request.ids), request.sampling)
         self._queue.check_room(request.id)
-        self._queue.wait(Row(request, self._num_layers, capacity, self._matcher(request)), request.urgent)
+        row = Row(request, self._num_layers, capacity, self._matcher(request), self._decode)
+        self._queue.wait(row, request.urgent)
 
     def step(self) -> list[EngineOutput]:
         """One step of the whole batch; see the module's docstring."""
@@ -194,7 +195,7 @@ class TransformersEngine(FeedingEngine[Row]):
         row.generated.append(token)
         row.ids.append(token)
         reason: Literal["stop", "length"] | None = None
-        if row.complete or has_stopped(row.generated, row.stop, self._decode):
+        if row.stops.completed_by(token) or row.complete:
             reason = "stop"
         elif len(row.generated) >= row.sampling.max_tokens or len(row.ids) >= row.cache.capacity:
             reason = "length"

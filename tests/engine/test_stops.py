@@ -1,31 +1,79 @@
 from __future__ import annotations
 
-from hypothesis import given
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
-from omniflow.engine.stops import has_stopped
+from actors.smollm2 import SMOLLM2_135M_INSTRUCT
+from actors.tokenizer import load_tokenizer
+from omniflow.engine.stops import StopStrings
+from tests.actors.test_detokenize import SAMPLES, byte_fallback, byte_level
+
+NO_TEXT = 1_000_000
+"""A token that models have and tokenizers lack; like special tokens it is no text."""
+TEXTS = st.lists(st.sampled_from([*SAMPLES, "a b", "ab ", "\u20ac" * 9, "\U0001f600" * 7])).map("".join)
 
 
-def decode(ids: list[int]) -> str:
-    return bytes(ids).decode(errors="replace")
+@cache
+def smollm2() -> Tokenizer:
+    return load_tokenizer(SMOLLM2_135M_INSTRUCT.fetch())
 
 
-@given(
-    st.text("ab\N{EURO SIGN}", max_size=30), st.lists(st.text("ab\N{EURO SIGN}", min_size=1, max_size=3), max_size=3)
-)
-def test_the_token_that_completes_a_stop_string_stops(text: str, stop: list[str]) -> None:
-    """Tokens are bytes: a letter may take several."""
-    ids = list(text.encode())
-    stopped = [has_stopped(ids[:end], stop, decode) for end in range(1, len(ids) + 1)]
-    whole = [any(each in decode(ids[:end]) for each in stop) for end in range(1, len(ids) + 1)]
-    assert (True in stopped) == (True in whole)
-    if True in whole:
-        assert stopped.index(True) == whole.index(True)
+def fallback_ids(text: str) -> list[int]:
+    tokenizer = byte_fallback()
+    ids = []
+    for letter in text.replace(" ", "\u2581"):
+        token = tokenizer.token_to_id(letter)
+        ids += [token] if token is not None else [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in letter.encode()]
+    return ids
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    if tokenizer is byte_fallback():
+        return fallback_ids(text)
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize("load", [byte_level, byte_fallback, smollm2])
+@settings(max_examples=25)
+@given(data=st.data())
+def test_the_token_that_completes_a_stop_string_stops(load: object, data: st.DataObject) -> None:
+    """Tokens are words, parts of a character, or no text at all; a stop string begins and ends anywhere in them."""
+    tokenizer = load()
+    text = data.draw(TEXTS)
+    special = [NO_TEXT, *(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)]
+    silent = st.lists(st.sampled_from(special), max_size=data.draw(st.sampled_from([0, 1, 40])))
+    ids = [each for id in ids_of(tokenizer, text) for each in (*data.draw(silent), id)]
+    cuts = [data.draw(st.tuples(st.integers(0, len(text)), st.integers(1, 6))) for _ in range(3)]
+    stop = [each for at, size in cuts if (each := text[at : at + size]) and "\ufffd" not in each]
+
+    stops = StopStrings(stop, tokenizer.decode)
+    for end, token in enumerate(ids, 1):
+        whole = tokenizer.decode(ids[:end])
+        is_there = any(each in whole for each in stop)
+        assert stops.completed_by(token) == is_there
+        if is_there:
+            break
+
+
+def test_a_long_answer_is_not_decoded_again_and_again() -> None:
+    decoded = []
+
+    def decode(ids: list[int]) -> str:
+        decoded.append(len(ids))
+        return byte_fallback().decode(ids)
+
+    stops = StopStrings(["never", "END."], decode)
+    assert not any(map(stops.completed_by, fallback_ids("a b" * 300 + "\U0001f600" * 300)))
+    assert max(decoded) == len("never") + 8 + 3
 
 
 def test_without_stop_strings_nothing_is_decoded() -> None:
     def never(ids: list[int]) -> str:
         raise AssertionError(ids)
 
-    assert not has_stopped([1, 2], (), never)
-    assert not has_stopped([1, 2], ("x",), None)
+    assert not StopStrings((), never).completed_by(1)
+    assert not StopStrings(("x",), None).completed_by(1)
