@@ -75,7 +75,7 @@ class Outbox:
         """Those of the batch whose results come next, int64 [batch, num_codes]."""
         self.gather_s = 0.0
         """How long tokens may wait for later ones, those of `MANY` requests twice as long; the first and the last of a
-        request do not.
+        request do not, and none does while prompts are read: `tell`.
         """
         self._gave = 0.0
         """When tokens that may wait were told."""
