@@ -153,10 +153,14 @@ class Credits:
 
     async def take(self) -> int:
         """Wait for a credit and use it; gives the sequence number of the item, or -1 where the reader is gone."""
+        await self.wait()
+        return self.try_take()
+
+    async def wait(self) -> None:
+        """Returns once there is a credit, or the reader is gone."""
         while self._free == 0 and not self.gone:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self.try_take()
 
     def try_take(self) -> int:
         """As `take`, without waiting: -1 too where there is no credit."""

@@ -196,7 +196,8 @@ class PortEmit(Emit[Any]):
     """The sending end of one stream port of one run, to each edge that reads it."""
 
     __slots__ = (
-        "_class", "_num_sent", "_only", "_port", "_progress", "_readers", "_refusal", "_request", "_stage", "_turn"
+        "_class", "_num_sent", "_num_waiting", "_only", "_port", "_progress", "_readers", "_refusal", "_request",
+        "_stage", "_turn",
     )  # fmt: skip
 
     def __init__(
@@ -217,6 +218,8 @@ class PortEmit(Emit[Any]):
         self._progress = progress
         self._class = class_of(port)
         self._num_sent = 0
+        self._num_waiting = 0
+        """Sends that have, or wait for, the turn: a lock that was just given to the next of them says it is free."""
         self._turn = asyncio.Lock()
 
     @property
@@ -232,26 +235,37 @@ class PortEmit(Emit[Any]):
         if self._num_sent % _FAIR == 0:
             await asyncio.sleep(0)
         only = self._only
-        if only is not None and not self._turn.locked() and (seq := only.credits.try_take()) >= 0:
+        if only is not None and not self._num_waiting and (seq := only.credits.try_take()) >= 0:
             # One reader, which has room: most often there is nothing to wait for.
             pending = (
                 self._send_item(only, seq, value) if only.loop else only.send(only.edge, self._request, seq, value)
             )
             if pending is not None:
-                async with self._turn:
-                    await self._leave(only, pending)
-            self._progress.has_sent = True
-            return
-        # Tasks of one `run` that share a port send one after the other, so that numbers and items agree.
-        async with self._turn:
-            for reader in self._readers:
-                await self._send_to(reader, value)
-            self._progress.has_sent = True
+                await self._in_turn(self._leave, only, pending)
+        else:
+            await self._in_turn(self._send_to_all, value)
+        self._progress.has_sent = True
+
+    async def _in_turn(self, call: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+        """Tasks of one `run` that share a port send one after the other, so that numbers and items agree."""
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                await call(*arguments)
+        finally:
+            self._num_waiting -= 1
+
+    async def _send_to_all(self, value: Any) -> None:
+        # A wait for credit that is cancelled has sent nothing to anybody.
+        for reader in self._readers:
+            if reader.if_full is not None and reader.credits.exhausted:
+                raise EdgeFullError(reader.if_full.message, stage=reader.if_full.reader)
+            await reader.credits.wait()
+        for reader in self._readers:
+            await self._send_to(reader, value)
 
     async def _send_to(self, reader: Reader, value: Any) -> None:
-        if reader.if_full is not None and reader.credits.exhausted:
-            raise EdgeFullError(reader.if_full.message, stage=reader.if_full.reader)
-        seq = await reader.credits.take()
+        seq = reader.credits.try_take()
         pending = self._send_item(reader, seq, value) if seq >= 0 else None
         if pending is not None:
             await self._leave(reader, pending)
