@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from omniflow.engine.base import Sampling
 from omniflow.engine.sampling import NUCLEUS, Sampler, draw, generator_for, token_logprob
+from omniflow.errors import ProtocolError
 
 PROBS = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
 LOGITS = PROBS.log()
@@ -22,6 +23,21 @@ def drawn(logits: torch.Tensor, count: int = 2000, **sampling: float) -> Counter
 
 def test_greedy_takes_the_most_likely() -> None:
     assert set(drawn(LOGITS, 5, temperature=0.0)) == {1}
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 2}])
+@pytest.mark.parametrize("temperature", [1e-38, 1e-6])
+def test_a_temperature_next_to_0_is_greedy(temperature: float, filters: dict[str, float]) -> None:
+    assert set(drawn(torch.tensor([-9.0, 50.0, 49.9, 1.0]), 5, temperature=temperature, **filters)) == {1}
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_of_logits_that_are_not_finite_nothing_is_drawn(temperature: float, broken: float) -> None:
+    logits = torch.tensor([0.0, broken, 1.0])
+    for each in (logits, torch.full((3,), -torch.inf)):
+        with pytest.raises(ProtocolError, match="not finite"):
+            drawn(each, 1, temperature=temperature)
 
 
 def test_frequencies_are_the_probabilities() -> None:
