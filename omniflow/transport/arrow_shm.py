@@ -21,7 +21,7 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 
-from omniflow.errors import DeviceError, ProtocolError, StageDiedError, UnavailableError
+from omniflow.errors import DeviceError, ProtocolError, RequestError, StageDiedError, UnavailableError
 from omniflow.messages import (
     Block,
     Item,
@@ -380,7 +380,7 @@ class ArrowShmLink(Link):
     def _deliver_unmapped(self, item: Item, blocks: Sequence[Block]) -> None:
         """Nobody will have an item whose buffers lie in a slab that could not be mapped."""
         if item.device is not None:
-            with contextlib.suppress(DeviceError):
+            with contextlib.suppress(DeviceError, RuntimeError):
                 self._fetch(item.device, (item.edge, item.request))  # what a communicator brings must be received
         self._release([(block.slab, block.slot, block.generation) for block in blocks])
         error = UnavailableError(f"memory of {self.peer} could not be mapped: are too many files open?")
@@ -391,34 +391,43 @@ class ArrowShmLink(Link):
         if blocks and any(block.slab not in self._mapped for block in blocks):
             self._deliver_unmapped(item, blocks)
             return
+        leased = [self._lease(block) for block in blocks] if blocks else ()
+        try:
+            value = self._rebuilt(item, leased)
+        except (msgspec.ValidationError, TypeError, RecursionError) as error:
+            failure: RequestError = ProtocolError(f"the value is not of the type of its port: {error}")
+        except DeviceError as error:
+            failure = ProtocolError(f"its tensors cannot be had: {error}")
+        except (RuntimeError, MemoryError) as error:  # as torch says that its device is full
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            failure = UnavailableError(f"a value cannot be taken in here: {reason}")
+        else:
+            self._receiver.on_item(self, item.edge, item.request, item.seq, value)
+            return
+        self._receiver.on_bad_item(self, item.edge, item.request, failure.info())
+
+    def _rebuilt(self, item: Item, leased: Sequence[Region]) -> object:
+        """The value of an item whose blocks are `leased`."""
+        # Before all else that may fail: what a communicator brings must be received.
+        device = self._fetch(item.device, (item.edge, item.request)) if item.device is not None else None
+        regions = leased if self._keeps_views else [_copied(region) for region in leased]
         body: msgspec.Raw | memoryview = item.body
         region: Region | None = None
+        loans = regions
         if item.block is not None:
-            region = self._lease(item.block)
+            region, loans = regions[0], regions[1:]
             if item.body_length:
                 body = region.data[: item.body_length]
                 region = region[_aligned(item.body_length) :]
         elif item.inline:
             region = np.frombuffer(item.inline, np.uint8)
-        loans = [self._lease(block) for block in item.loans] if item.loans else ()
-        try:
-            device = self._fetch(item.device, (item.edge, item.request)) if item.device is not None else None
-            value = decoder_for(self._types[item.edge]).decode(body, region, loans, device, self._home)
-        except (msgspec.ValidationError, TypeError, RecursionError) as error:
-            failure = ProtocolError(f"the value is not of the type of its port: {error}")
-            self._receiver.on_bad_item(self, item.edge, item.request, failure.info())
-            return
-        except DeviceError as error:
-            failure = ProtocolError(f"its tensors cannot be had: {error}")
-            self._receiver.on_bad_item(self, item.edge, item.request, failure.info())
-            return
-        self._receiver.on_item(self, item.edge, item.request, item.seq, value)
+        return decoder_for(self._types[item.edge]).decode(body, region, loans, device, self._home)
 
     def _lease(self, block: Block) -> Region:
         """A view of the peer's block. Views of it keep it alive; when the last has died the block returns."""
         base = np.frombuffer(self._mapped[block.slab], np.uint8, block.length, block.offset)
         self._deaths.watch(base, (block.slab, block.slot, block.generation))
-        return base if self._keeps_views else _copied(base)
+        return base
 
     def _fetch(self, block: Block, origin: Origin) -> torch.Tensor:
         """The bytes of a value's tensors that stayed on their device."""
@@ -427,7 +436,7 @@ class ArrowShmLink(Link):
         key = (block.slab, block.slot, block.generation)
         try:
             region, owner = self._lane.fetch(block, origin)
-        except DeviceError:
+        except (DeviceError, RuntimeError):
             self._release([key])  # nobody will have it
             raise
         if owner is None:

@@ -379,6 +379,21 @@ async def test_a_copy_that_fails_fails_its_sender_and_stops_no_reader() -> None:
         assert not theirs(ends).waits_for_ever()
 
 
+async def test_memory_that_torch_cannot_show_goes_back() -> None:
+    async with Ends.opened("cuda_ipc") as ends:
+
+        def fail(*_arguments: Any) -> Any:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        theirs(ends).view = fail
+        await ends.send(mixed(), Mixed)
+        while not ends.at_b.bad:
+            await ends.at_b.news()
+        assert ends.at_b.bad[0][2].kind == "UnavailableError"
+        await ends.returned()
+        assert ends.lane_a.pool.blocks_in_use == 0
+
+
 @pytest.mark.parametrize("kind", LANES)
 async def test_a_link_that_is_closed_while_its_lane_opens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_way, "CONNECT_S", 1.0)  # gloo waits for as long, where one end was about to connect

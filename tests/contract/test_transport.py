@@ -22,6 +22,7 @@ import pytest
 from omniflow.errors import ProtocolError, UnavailableError
 from omniflow.media import AudioChunk
 from omniflow.messages import Beat, Cancel, Connect, Credit
+from omniflow.transport import arrow_shm
 from omniflow.transport.arrow_shm import ArrowShmLink
 
 from ..files import few_files
@@ -294,6 +295,53 @@ async def test_a_value_of_the_wrong_type_is_told_to_the_receiver_and_harms_nothi
     ]
     assert "Expected `int`, got `str`" in shm.at_b.bad[1][2].message
     await shm.returned()
+
+
+class Large(msgspec.Struct, frozen=True):
+    """What there is no room for where it arrives, as torch says, or Python."""
+
+    rows: np.ndarray
+    number: int
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise RuntimeError("CUDA out of memory.\nOf the allocated memory") if self.number == -1 else MemoryError
+
+
+async def test_what_there_is_no_room_for_ends_its_request_alone(shm: Ends) -> None:
+    """What came in the same datagram arrives, and its memory goes back."""
+    shm.types |= {1: Large, 2: int}
+    shm.a.send(Credit(1, 1, 1))  # leaves alone, and the rest of this turn together
+    for request, number in enumerate((-1, -2)):
+        value = Large(np.zeros(30_000), 0)
+        msgspec.structs.force_setattr(value, "number", number)
+        assert shm.a.send_item(1, request, 0, value) is None
+    shm.a.send_item(2, 7, 0, 5)
+    shm.a.send(Cancel(9))
+    while Cancel(9) not in shm.at_b.messages:
+        await shm.at_b.news()
+    assert [(request, error.kind, error.message) for _edge, request, error in shm.at_b.bad] == [
+        (0, "UnavailableError", "a value cannot be taken in here: RuntimeError: CUDA out of memory."),
+        (1, "UnavailableError", "a value cannot be taken in here: MemoryError: "),
+    ]
+    assert (await shm.at_b.item()).value == 5
+    await shm.returned()
+
+
+async def test_a_receiver_without_memory_for_copies_holds_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object) -> None:
+        raise MemoryError("Unable to allocate 117. KiB")
+
+    ends = Ends("arrow_shm", 2**20, keeps_views=False)
+    monkeypatch.setattr(arrow_shm, "_copied", fail)
+    array = ends.a.allocate(FULL)
+    await ends.send([np.zeros(FULL, np.uint8), array], list[np.ndarray])
+    while not ends.at_b.bad:
+        await ends.at_b.news()
+    assert "MemoryError: Unable to allocate" in ends.at_b.bad[0][2].message
+    del array
+    await ends.returned()
+    ends.close()
 
 
 async def test_a_type_that_cannot_be_decoded_is_told_to_the_receiver(shm: Ends) -> None:
