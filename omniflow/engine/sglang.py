@@ -115,6 +115,8 @@ class SGLangEngine:
 
     def start(self, request: EngineRequest) -> None:
         """Queue `request`. Raises ContextLengthError if it can never fit, OverloadedError if the queue is full."""
+        if request.embeds is not None:
+            request = msgspec.structs.replace(request, embeds=self._as_the_model_has(request.embeds))
         self._check(request)
         if self._num_waiting() >= self._max_waiting:
             raise OverloadedError(
@@ -136,6 +138,7 @@ class SGLangEngine:
             if self._is_known(request_id):
                 raise ProtocolError(f"request {request_id} is not open for more input", request_id=request_id)
             return
+        rows = self._as_the_model_has(rows)
         check_rows(request_id, rows, self._hidden_size)
         waiting.rows.append(rows)
         length = len(waiting.request.ids) + sum(map(len, waiting.rows))
@@ -190,14 +193,20 @@ class SGLangEngine:
     def _is_known(self, request_id: str) -> bool:
         return request_id in self._running or request_id in self._open
 
+    def _as_the_model_has(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` in its dtype, in which less is finite. Half as much to hash, too: 29 MB of 3584 of 4096 take 16 ms."""
+        with in_order(rows):
+            return rows.detach().to(self._dtype)
+
     def _submit(self, request: EngineRequest, held: Held | None) -> None:
-        if request.embeds is not None:
-            # As the model has them, and so half as much to hash: 29 MB of 3584 rows of 4096 take 16 ms.
+        """`request` is whole; what a look at its embeddings refuses is refused here."""
+        if request.embeds is not None and request.embeds.is_cuda:
             with in_order(request.embeds):
-                embeds = request.embeds.detach().to(self._dtype)
-                if embeds.is_cuda:
-                    refuse_not_finite(request.id, embeds)  # waits for them, as their hash would
-            request = msgspec.structs.replace(request, embeds=embeds)
+                refuse_not_finite(request.id, request.embeds)  # waits for them, as their hash would
+        self._hand_over(request, held)
+
+    def _hand_over(self, request: EngineRequest, held: Held | None) -> None:
+        """Let SGLang have it. Raises nothing: engines that queue do this in a step, whose errors are all requests'."""
         running = _Running(request, f"{next(self._names):016x}", held, self._decode)
         places = Places(request.places, request.kinds)
         submit(

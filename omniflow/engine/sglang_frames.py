@@ -115,7 +115,7 @@ class SGLangFrameEngine(SGLangEngine):
         """Run one batch. On a GPU it returns what the batch before it gave."""
         outputs = [EngineOutput(queued.id, (), "abort") for queued in self._queue.drop_aborted()]
         for queued in self._queue.admit():
-            super()._submit(queued.request, None)
+            super()._hand_over(queued.request, None)
             self._scheduler.entrances[self._running[queued.id].rid] = self._entrance(queued.request)
         return outputs + super().step()
 
@@ -154,7 +154,7 @@ class SGLangFrameEngine(SGLangEngine):
         refuse_text(request)
         super()._check(request)
 
-    def _submit(self, request: EngineRequest, held: Held | None) -> None:
+    def _hand_over(self, request: EngineRequest, held: Held | None) -> None:
         capacity = min(len(request.ids) + self._steps(request), self._limit + 1) + OVERSHOOT
         self._queue.wait(_Queued(request.id, capacity, request), request.urgent)
 

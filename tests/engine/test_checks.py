@@ -27,6 +27,7 @@ def check(request: EngineRequest, decodes: bool = True, knows_kinds: bool = True
         {"stop": ("x",)},
         {"ids": [], "open": True},
         {"embeds": torch.zeros(2, 4), "positions": (0, 1)},
+        {"embeds": torch.zeros(0, 4)},
         {"places": PLACES, "kinds": KINDS},
         {"sampling": Sampling(logit_bias=((0, 1.0), (9, -1.0)))},
     ],

@@ -267,6 +267,7 @@ def test_what_cannot_be_done_is_refused_and_the_next_request_runs(engine: SGLang
     broken = torch.full((1, HIDDEN), torch.nan, device="cuda" if GPU else "cpu")
     with pytest.raises(ProtocolError, match="not finite"):
         engine.start(EngineRequest(id="n", ids=[1], embeds=broken, positions=(0,), sampling=Sampling(temperature=1.0)))
+    assert not engine.has_work()
     for number in range(16):
         engine.start(request(f"q{number}", prompt(5), max_tokens=2))
     with pytest.raises(OverloadedError, match="16 generations are waiting"):
@@ -274,6 +275,21 @@ def test_what_cannot_be_done_is_refused_and_the_next_request_runs(engine: SGLang
     outputs = drain(engine)
     assert all(outputs[f"q{number}"][-1].finish_reason == "length" for number in range(16))
     assert ids_of(run(engine, [request("s", prompt(5), seed=1)])["s"])  # greedy: nothing is drawn
+
+
+def test_embeddings_are_finite_as_the_model_has_them(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What float32 holds may be infinite in half precision."""
+    rows = torch.full((1, HIDDEN), 1e5, device="cuda" if GPU else "cpu")
+    asked = EngineRequest(id="h", ids=[1], embeds=rows, positions=(0,), sampling=Sampling(max_tokens=2))
+    assert len(ids_of(run(engine, [asked])["h"])) == 2
+    monkeypatch.setattr(engine, "_dtype", torch.float16)
+    with pytest.raises(ProtocolError, match="not finite"):
+        engine.start(asked)
+    engine.start(msgspec.structs.replace(asked, embeds=None, positions=(), open=True))
+    with pytest.raises(ProtocolError, match="not finite"):
+        engine.feed("h", rows, done=True)
+    engine.abort("h")
+    assert [output.finish_reason for output in drain(engine)["h"]] == ["abort"]
 
 
 def test_requests_without_a_seed_are_drawn_apart_where_all_is_deterministic(

@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from omniflow.engine.base import Engine, EngineOutput, EngineRequest, Sampling
 from omniflow.engine.decoder import DecoderShape
 from omniflow.engine.frames import FrameEngine, FrameModel
 from omniflow.engine.heads import DepthHead, FrameHead, ParallelHead, TokenHead
+from omniflow.errors import ProtocolError
 
 if TYPE_CHECKING:
     from omniflow.engine.sglang_frames import SGLangFrameEngine
@@ -142,6 +144,29 @@ def test_embeddings_stand_where_they_are_put(engines: tuple[SGLangFrameEngine, F
             sampling=Sampling(temperature=0.9, seed=seed, max_tokens=20),
         )
         assert_same(run(engine, [asked])["e"], run(reference, [asked])["e"])
+
+
+@pytest.mark.parametrize("fed", [False, True])
+def test_embeddings_that_are_not_finite_are_refused_before_a_step(
+    engines: tuple[SGLangFrameEngine, FrameEngine], monkeypatch: pytest.MonkeyPatch, fed: bool
+) -> None:
+    """A step's errors are those of all requests."""
+    engine, _ = engines
+    monkeypatch.setattr(engine, "_dtype", torch.float16)
+    rows = torch.full((1, HIDDEN), 1e5, device="cuda" if GPU else "cpu")
+    asked = EngineRequest(id="h", ids=[1], sampling=Sampling(max_tokens=2), open=fed)
+    if fed:
+        engine.start(asked)
+    with pytest.raises(ProtocolError, match="not finite"):
+        if fed:
+            engine.feed("h", rows, done=True)
+        else:
+            engine.start(msgspec.structs.replace(asked, embeds=rows, positions=(0,)))
+    engine.abort("h")
+    monkeypatch.undo()
+    outputs = run(engine, [ask("next", max_tokens=2)])
+    assert [output.finish_reason for output in outputs.get("h", [])] == ["abort"] * fed
+    assert len(frames_of(outputs["next"])) == 2
 
 
 def test_a_seed_gives_the_same_codes_alone_and_in_company(engines: tuple[SGLangFrameEngine, FrameEngine]) -> None:
