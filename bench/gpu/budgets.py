@@ -27,7 +27,8 @@ ORDERS = ("abc", "cba", "bca", "at once")
 ANSWER_S = 90
 MOST_APART = 0.02
 BEYOND = 2**25
-ENGINE_WORKSPACE = 700_000_000
+ENGINE_WORKSPACE = 350_000_000
+"""CUDA graphs of steps and of prompts, and a prompt of 490 tokens: 302 and 341 MB were seen."""
 CODEC_WEIGHTS = 361_122_762
 """Of `codec`, each of 4 bytes."""
 
@@ -38,7 +39,7 @@ class Budget(NamedTuple):
     weights: int
     kv: int
     workspace: int
-    """Of an engine: CUDA graphs of steps and of prompts, and a prompt of 490 tokens. Of a codec: its streams (0.80)."""
+    """Of an engine: `ENGINE_WORKSPACE`. Of a codec: its streams (0.80)."""
 
     @property
     def cap(self) -> int:
