@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Finish = Literal["stop", "length", "abort"]
 
 
-class _Running:
+class Running:
     """What this side remembers of one request that SGLang has."""
 
     def __init__(self, request: EngineRequest, rid: str, held: Held | None, decode: Decode | None) -> None:
@@ -105,7 +105,7 @@ class SGLangEngine:
         self._hidden_size: int = scheduler.model_config.hidden_size
         self._limit: int = scheduler.max_req_input_len - 1
         """Tokens that a prompt can have."""
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         """By request id, those that SGLang has and whose end was not told yet."""
         self._ids: dict[str, str] = {}
         """Request ids by SGLang's names."""
@@ -207,7 +207,7 @@ class SGLangEngine:
 
     def _hand_over(self, request: EngineRequest, held: Held | None) -> None:
         """Let SGLang have it. Raises nothing: engines that queue do this in a step, whose errors are all requests'."""
-        running = _Running(request, f"{next(self._names):016x}", held, self._decode)
+        running = Running(request, f"{next(self._names):016x}", held, self._decode)
         places = Places(request.places, request.kinds)
         submit(
             self._scheduler,
@@ -272,11 +272,11 @@ class SGLangEngine:
                 abort(self._scheduler, running.rid)
         if not ids and reason is None:
             return []
-        error = _error(running, progress) if reason == "abort" else None
+        error = error_of(running, progress) if reason == "abort" else None
         logprobs = tuple(progress.logprobs[: len(ids)])
         return [EngineOutput(request_id, tuple(ids), reason, logprobs, error=error, hidden=progress.hidden)]
 
-    def _new_ids(self, running: _Running, progress: Progress) -> tuple[list[int], Finish | None]:
+    def _new_ids(self, running: Running, progress: Progress) -> tuple[list[int], Finish | None]:
         """The tokens that count of those that were drawn, and the finish reason where they end the request."""
         ids: list[int] = []
         if running.held is not None and running.held.error is not None:
@@ -293,7 +293,7 @@ class SGLangEngine:
             return ids, None
         return ids, finish_reason(progress.finish)
 
-    def _forget(self, running: _Running) -> None:
+    def _forget(self, running: Running) -> None:
         del self._running[running.request.id]
         del self._ids[running.rid]
 
@@ -320,7 +320,7 @@ class SGLangEngine:
             )
 
 
-def _error(running: _Running, progress: Progress) -> RequestError | None:
+def error_of(running: Running, progress: Progress) -> RequestError | None:
     """Why a request was ended that nobody has aborted."""
     if running.held is not None and running.held.error is not None:
         return running.held.error

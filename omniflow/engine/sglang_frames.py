@@ -22,7 +22,7 @@ from omniflow.engine.decoder import DecoderLayer, DecoderShape
 from omniflow.engine.frames import FrameModel, knobs_of
 from omniflow.engine.heads import FrameHead, Knobs, frame_noise
 from omniflow.engine.queue import RunQueue
-from omniflow.engine.sglang import Finish, SGLangEngine, finish_reason
+from omniflow.engine.sglang import Finish, SGLangEngine, error_of, finish_reason
 from omniflow.engine.sglang_grammar import Held
 from omniflow.engine.sglang_models.frame_model import SETUP, STOP, FrameSetup, OmniflowFrameModel
 from omniflow.engine.sglang_outbox import Progress
@@ -183,7 +183,8 @@ class SGLangFrameEngine(SGLangEngine):
             self._queue.end(next(queued for queued in self._queue.running if queued.id == request_id))
             del self._scheduler.entrances[progress.rid]
         frames = None if stopped or not progress.ids else progress.frames
-        return [EngineOutput(request_id, (), reason, (), frames)]
+        error = error_of(running, progress) if reason == "abort" else None
+        return [EngineOutput(request_id, (), reason, (), frames, error)]
 
 
 def load_frame_engine(model: FrameModel, **settings: Any) -> SGLangFrameEngine:

@@ -206,6 +206,21 @@ def test_requests_wait_for_room_and_may_leave_at_any_time(engines: tuple[SGLangF
         assert_same([*(output for output in first if output.id == id), *outputs[id]], each)
 
 
+def test_an_abort_that_nobody_asked_for_is_an_error(engines: tuple[SGLangFrameEngine, FrameEngine]) -> None:
+    """Else half of a sentence would be spoken as a whole one."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    engine, _ = engines
+    for id in ("a", "b"):
+        engine.start(ask(id, max_tokens=60, seed=2))
+    engine.step()
+    engine.abort("a")
+    engine._scheduler.process_input_requests([AbortReq(rid=engine._running["b"].rid)])
+    outputs = run(engine, [])
+    assert (outputs["a"][-1].finish_reason, outputs["a"][-1].error) == ("abort", None)
+    assert isinstance(outputs["b"][-1].error, ProtocolError)
+
+
 def test_kv_is_promised_before_a_request_runs(engines: tuple[SGLangFrameEngine, FrameEngine]) -> None:
     engine, _ = engines
     for number in range(4):  # each may come to hold 252 of 1000
