@@ -34,8 +34,23 @@ def check_prompt(request: EngineRequest, *, vocab_size: int, width: int, decodes
     if request.ids and not 0 <= min(request.ids) <= max(request.ids) < vocab_size:
         raise ProtocolError(f"a token id is outside of the vocabulary of {vocab_size}", request_id=request.id)
     _check_biases(request, vocab_size)
-    _check_embeds(request, width)
+    check_embeds(request, width)
     _check_kinds(request, knows_kinds)
+
+
+def check_embeds(request: EngineRequest, width: int) -> None:
+    """Raises ProtocolError where its embeddings are not as `check_rows` wants them, or not one for each position, each
+    at a place of its own in the prompt.
+    """
+    if request.embeds is not None:
+        check_rows(request.id, request.embeds, width)
+    num_rows, positions = 0 if request.embeds is None else len(request.embeds), request.positions
+    if num_rows != len(positions):
+        raise ProtocolError(f"{num_rows} embeddings for {len(positions)} positions", request_id=request.id)
+    if any(not 0 <= position < len(request.ids) for position in positions):
+        raise ProtocolError("an embedding lies outside of the prompt", request_id=request.id)
+    if len(set(positions)) < num_rows:  # a GPU would let any of them win
+        raise ProtocolError("two embeddings have one position", request_id=request.id)
 
 
 def check_rows(request_id: str, rows: torch.Tensor, width: int) -> None:
@@ -69,16 +84,6 @@ def _check_biases(request: EngineRequest, vocab_size: int) -> None:
                 f"logit_bias names the token {token}{why}", request_id=request.id, param="logit_bias"
             )
         seen.add(token)
-
-
-def _check_embeds(request: EngineRequest, width: int) -> None:
-    if request.embeds is not None:
-        check_rows(request.id, request.embeds, width)
-    num_rows = 0 if request.embeds is None else len(request.embeds)
-    if num_rows != len(request.positions):
-        raise ProtocolError(f"{num_rows} embeddings for {len(request.positions)} positions", request_id=request.id)
-    if any(not 0 <= position < len(request.ids) for position in request.positions):
-        raise ProtocolError("an embedding lies outside of the prompt", request_id=request.id)
 
 
 def _check_kinds(request: EngineRequest, known: bool) -> None:

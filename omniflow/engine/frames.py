@@ -18,7 +18,7 @@ from torch import nn
 
 from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.batching import FeedingEngine
-from omniflow.engine.checks import check_rows, refuse_kinds, refuse_text
+from omniflow.engine.checks import check_embeds, refuse_kinds, refuse_text
 from omniflow.engine.decoder import Decoder, DecoderShape, attend_last
 from omniflow.engine.heads import STATE_SIZE, FrameHead, Knobs, frame_noise
 from omniflow.engine.linear import pack_linears
@@ -221,15 +221,12 @@ def embedded(request: EngineRequest, embedding: nn.Embedding) -> torch.Tensor:
     ids, size = request.ids, embedding.num_embeddings
     if ids and not 0 <= min(ids) <= max(ids) < size:
         raise ProtocolError(f"an id is outside of the vocabulary of {size}", request_id=request.id)
-    num_rows = 0 if request.embeds is None else len(request.embeds)
-    if num_rows != len(request.positions) or any(not 0 <= at < len(ids) for at in request.positions):
-        raise ProtocolError(f"{num_rows} embeddings do not fit positions of the prompt", request_id=request.id)
+    check_embeds(request, embedding.embedding_dim)
     wanted, device = torch.tensor(ids, dtype=torch.int64), embedding.weight.device
     if device.type == "cuda":
         wanted = wanted.pin_memory()  # else the copy would wait for the step that the GPU is at
     inputs: torch.Tensor = embedding(wanted.to(device, non_blocking=True)).detach()
     if request.embeds is not None:
-        check_rows(request.id, request.embeds, embedding.embedding_dim)
         inputs[list(request.positions)] = request.embeds.to(inputs)
     return inputs
 

@@ -44,6 +44,7 @@ def test_what_fits_passes(fields: dict[str, object]) -> None:
         ({"positions": (1,)}, "0 embeddings for 1 positions"),
         ({"embeds": torch.zeros(1, 3), "positions": (1,)}, r"shape \[1, 3\]; this model takes \[n, 4\]"),
         ({"embeds": torch.zeros(1, 4), "positions": (2,)}, "outside of the prompt"),
+        ({"embeds": torch.zeros(2, 4), "positions": (1, 1)}, "two embeddings have one position"),
         ({"embeds": torch.tensor([[0.0, 1.0, float("nan"), 0.0]]), "positions": (1,)}, "not finite"),
         ({"embeds": torch.tensor([[0.0, 1.0, -torch.inf, 0.0]]).half(), "positions": (1,)}, "not finite"),
         ({"places": PLACES[:, :1]}, r"places of shape \[3, 1\]; this prompt takes \[3, 2\]"),

@@ -161,7 +161,7 @@ def test_what_cannot_run_is_refused_and_the_next_request_works() -> None:
         engine.start(asked("a", prompt(64)))
     with pytest.raises(ProtocolError, match=f"outside of the vocabulary of {VOCAB}"):
         engine.start(asked("a", [VOCAB]))
-    with pytest.raises(ProtocolError, match="do not fit positions"):
+    with pytest.raises(ProtocolError, match="outside of the prompt"):
         engine.start(EngineRequest(id="a", ids=[1], sampling=Sampling(), embeds=torch.zeros(1, HIDDEN), positions=(1,)))
     with pytest.raises(ProtocolError, match="places and kinds need a model of several kinds"):
         engine.start(EngineRequest(id="a", ids=[1], sampling=Sampling(), kinds=torch.zeros(1, dtype=torch.uint8)))
