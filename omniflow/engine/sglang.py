@@ -250,11 +250,11 @@ class SGLangEngine:
         )
 
     def _seed(self, request: EngineRequest) -> int | None:
-        """SGLang takes 63 bits. Where all is deterministic it would give 42 to every request that has none."""
+        """As 64 bits with a sign. Where all is deterministic SGLang would give 42 to every request that has none."""
         seed = request.sampling.seed
         if seed is None and self._deterministic:  # the same on all ranks
             seed = int.from_bytes(hashlib.sha256(request.id.encode()).digest()[:8], "little")
-        return None if seed is None else seed & (2**63 - 1)
+        return None if seed is None else (seed + 2**63) % 2**64 - 2**63
 
     def _output(self, progress: Progress) -> list[EngineOutput]:
         """What `progress` means; nothing where the request's end was told already."""

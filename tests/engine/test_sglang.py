@@ -302,7 +302,9 @@ def test_requests_without_a_seed_are_drawn_apart_where_all_is_deterministic(
     monkeypatch.setattr(engine, "_deterministic", True)
     assert seed("a") == seed("a") != seed("b")  # by its id, so that several ranks choose alike
     assert seed("a", seed=7) == seed("b", seed=7) == 7
-    assert seed("a", seed=-1) == 2**63 - 1
+    every = (-(2**63), -1, 0, 1, 2**63 - 1)  # SGLang has them in a tensor of int64
+    assert [seed("a", seed=each) for each in every] == list(every)
+    assert [seed("a", seed=each) for each in (2**63, 2**64 - 1)] == [-(2**63), -1]
 
 
 def test_a_second_engine_in_a_process_is_refused(engine: SGLangEngine, tmp_path: Path) -> None:
