@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -126,7 +127,7 @@ class Thinker(EngineStage, ThinkerRole):
         request = EngineRequest(
             id=ctx.run_id,
             ids=prompt.ids,
-            sampling=sampling_for(ctx.options, self._defaults),
+            sampling=self._sampling(ctx.options),
             grammar=await self._grammar(ctx.options),
             stop=ctx.options.stop,
             embeds=_tensor(prompt.rows),
@@ -147,6 +148,13 @@ class Thinker(EngineStage, ThinkerRole):
                 if output.finish_reason == "length":
                     reason = "length"
         return Generated(reason, len(prompt.ids), count, prompt.audio_tokens, prompt.image_tokens)
+
+    def _sampling(self, options: Options) -> Sampling:
+        sampling = sampling_for(options, self._defaults)
+        if sampling.seed is None and self._sglang["deterministic"]:
+            # The engine would take the request's name, which others have after a restart, and on other hosts.
+            return msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+        return sampling
 
     async def _grammar(self, options: Options) -> str | None:
         """What the answer is held to, ready for the engine."""

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from actors.thinker import Thinker, end_token_ids, recommended_penalty
+from omniflow.engine.base import EngineRequest
 from omniflow.engine.ranks import Ranks
 from omniflow.errors import (
     ConfigError,
@@ -149,6 +150,24 @@ async def test_a_seed_gives_the_same_tokens_in_company(folder: Path) -> None:
                 tasks.start_soon(other, number)
             tasks.start_soon(same)
         assert together == alone
+
+
+async def test_a_deterministic_engine_is_told_another_seed_for_each_request_that_has_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(folder, deterministic=True) as thinker:
+        seeds, generate = [], thinker._loop.generate
+
+        def seen(request: EngineRequest) -> object:
+            seeds.append(request.sampling.seed)
+            return generate(request)
+
+        monkeypatch.setattr(thinker._loop, "generate", seen)
+        for options in ({}, {}, {"seed": 7}):
+            await think(thinker, prompt(3), max_tokens=1, **options)
+    first, second, given = seeds
+    assert len({first, second, None}) == 3
+    assert given == 7
 
 
 async def test_the_end_token_and_stop_strings_end_with_stop(folder: Path) -> None:
