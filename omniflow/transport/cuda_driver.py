@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omniflow.errors import DeviceError
-from omniflow.transport.descriptors import close_all
+from omniflow.transport.descriptors import close_all, duplicates
 from omniflow.transport.device_pool import NUM_SLOTS, DeviceMemory
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class CudaMemory(DeviceMemory):
     first: where it raises DeviceError they are closed, and nothing stays mapped.
     """
 
-    def __init__(self, gpu: Cuda, handle: Any, size: int, device: str, descriptors: tuple[int, int]) -> None:
+    def __init__(self, gpu: Cuda, handle: Any, size: int, device: str, descriptors: tuple[int, ...]) -> None:
         self.size_bytes = size
         self.device = device
         self.is_near = device == gpu.uuid
@@ -158,9 +158,8 @@ class CudaMemory(DeviceMemory):
         arguments = (gpu, self._address, size, flat, descriptors)
         weakref.finalize(self, threading.Thread(target=_let_go, args=arguments, daemon=True).start).atexit = False
 
-    def descriptors(self) -> tuple[int, int]:
-        memory, words = self._descriptors
-        return os.dup(memory), os.dup(words)
+    def descriptors(self) -> tuple[int, ...]:
+        return duplicates(self._descriptors)
 
     def view(self, offset: int, length: int) -> tuple[torch.Tensor, object]:
         import torch
@@ -192,13 +191,13 @@ class CudaMemory(DeviceMemory):
         self._gpu.call(self._gpu.driver.__dict__[name], *arguments)
 
 
-def _let_go(gpu: Cuda, address: int, size: int, words: npt.NDArray[np.uint8], descriptors: tuple[int, int]) -> None:
+def _let_go(gpu: Cuda, address: int, size: int, words: npt.NDArray[np.uint8], descriptors: tuple[int, ...]) -> None:
     gpu.let_go(address, size, words)
     close_all(descriptors)
 
 
 def take_memory(size: int, index: int = 0) -> CudaMemory:
-    """New memory of at least `size` bytes on a GPU, and its words. Raises DeviceError."""
+    """New memory of at least `size` bytes on a GPU, and its words. Raises DeviceError and OSError."""
     gpu = cuda(index)
     gpu.enter()
     driver, asked = gpu.driver, gpu.allocation()
@@ -208,21 +207,26 @@ def take_memory(size: int, index: int = 0) -> CudaMemory:
         driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
     )
     size = -(-size // step) * step
-    handle = gpu.call(driver.cuMemCreate, size, asked, 0)
-    try:
+    with contextlib.ExitStack() as unless_made:
+        words = os.memfd_create("omniflow-words", os.MFD_CLOEXEC)
+        unless_made.callback(os.close, words)
+        os.ftruncate(words, _WORDS_BYTES)
+        handle = gpu.call(driver.cuMemCreate, size, asked, 0)
+        unless_made.callback(gpu.call, driver.cuMemRelease, handle)
         memory = int(gpu.call(driver.cuMemExportToShareableHandle, handle, asked.requestedHandleTypes, 0))
-    except DeviceError:
-        gpu.call(driver.cuMemRelease, handle)
-        raise
-    words = os.memfd_create("omniflow-words", os.MFD_CLOEXEC)
-    os.ftruncate(words, _WORDS_BYTES)
+        unless_made.pop_all()
     return CudaMemory(gpu, handle, size, gpu.uuid, (memory, words))
 
 
 def map_memory(memory: int, words: int, size: int, device: str, index: int = 0) -> CudaMemory:
-    """Memory of another process, by its descriptors, which stay the caller's. Raises DeviceError."""
+    """Memory of another process, by its descriptors, which stay the caller's. Raises DeviceError and OSError."""
     gpu = cuda(index)
     gpu.enter()
     kind = gpu.driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    handle = gpu.call(gpu.driver.cuMemImportFromShareableHandle, memory, kind)
-    return CudaMemory(gpu, handle, size, device, (os.dup(memory), os.dup(words)))
+    descriptors = duplicates((memory, words))
+    try:
+        handle = gpu.call(gpu.driver.cuMemImportFromShareableHandle, memory, kind)
+    except DeviceError:
+        close_all(descriptors)
+        raise
+    return CudaMemory(gpu, handle, size, device, descriptors)

@@ -28,6 +28,8 @@ from omniflow.transport.descriptors import close_all
 from omniflow.transport.device_pool import FILLED, FREED, DeviceMemory, DevicePool, outcome_of, reached
 from omniflow.transport.lane import Fetched, Lane, LanePort, Origin
 
+_LOST = "the descriptors of its memory did not arrive: are too many files open?"
+
 
 class CudaIpcLane(Lane):
     """One end. `attach` maps the peer's memory from its offer: (memory's and words' descriptors, size, device).
@@ -78,12 +80,12 @@ class CudaIpcLane(Lane):
             return
         try:
             memory = await self.pool.open()
-        except DeviceError as error:
+            descriptors = memory.descriptors()
+        except (DeviceError, OSError) as error:
             self.refuse(str(error), port.peer)
             port.send(LaneOffer(self.kind))
             return
-        if not self._closed:
-            port.send(LaneOffer(self.kind, memory.device, memory.size_bytes), memory.descriptors())
+        port.send(LaneOffer(self.kind, memory.device, memory.size_bytes), descriptors)
 
     async def _write_there(self, port: LanePort) -> None:
         """Send by the memory of the peer, for this lane alone, if it has answered with some."""
@@ -106,24 +108,38 @@ class CudaIpcLane(Lane):
         if self._offer is None:
             return
         (offer, descriptors), self._offer = self._offer, None
-        size = offer.size_bytes
         try:
-            if self._far:
-                found = await anyio.to_thread.run_sync(outcome_of, self.pool.make, size)
-            else:
-                memory, words = descriptors
-                found = await anyio.to_thread.run_sync(outcome_of, self._attach, memory, words, size, offer.device)
+            found = await anyio.to_thread.run_sync(outcome_of, self._memory_for, offer, descriptors)
         finally:
             close_all(descriptors)
         if isinstance(found, str):
             port.send(LaneAnswer(found))
         elif not self._closed:
-            self._theirs = found
-            port.send(LaneAnswer(None, found.device, found.size_bytes), found.descriptors() if self._far else ())
+            self._read_from(found, port)
         self.decided()
 
+    def _memory_for(self, offer: LaneOffer, descriptors: Sequence[int]) -> DeviceMemory:
+        """What we shall read: the memory that is offered, or new memory for the other end to write to."""
+        if self._far:
+            return self.pool.make(offer.size_bytes)
+        if len(descriptors) != 2:
+            raise DeviceError(_LOST)
+        return self._attach(descriptors[0], descriptors[1], offer.size_bytes, offer.device)
+
+    def _read_from(self, memory: DeviceMemory, port: LanePort) -> None:
+        """Read what comes by `memory` from now on, and tell the other end."""
+        try:
+            descriptors = memory.descriptors() if self._far else ()
+        except OSError as error:
+            port.send(LaneAnswer(str(error)))
+            return
+        self._theirs = memory
+        port.send(LaneAnswer(None, memory.device, memory.size_bytes), descriptors)
+
     def on_answer(self, answer: LaneAnswer, peer: str, descriptors: Sequence[int] = ()) -> None:
-        if self._far and len(descriptors) == 2 and not self._closed:
+        if self._far and answer.problem is None and len(descriptors) != 2:
+            answer = LaneAnswer(_LOST)
+        if self._far and answer.problem is None and not self._closed:
             self._answer = answer, (descriptors[0], descriptors[1])
         else:
             close_all(descriptors)
@@ -131,7 +147,7 @@ class CudaIpcLane(Lane):
         self._answered.set()
 
     def on_offer(self, offer: LaneOffer, descriptors: Sequence[int]) -> None:
-        if len(descriptors) != (0 if self._far else 2) or not offer.size_bytes or self._closed:
+        if not offer.size_bytes or self._closed:
             close_all(descriptors)  # an offer of nothing: the peer has no memory
             self.decided()
             return

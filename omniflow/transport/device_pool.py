@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -43,8 +43,10 @@ class DeviceMemory(ABC):
     """uint32 [NUM_SLOTS, 2], as the host sees them."""
 
     @abstractmethod
-    def descriptors(self) -> tuple[int, int]:
-        """Of the memory and of the words, for another process; whoever gets them closes them."""
+    def descriptors(self) -> Sequence[int]:
+        """Of the memory and of the words, for another process; whoever gets them closes them. Raises OSError where this
+        process may open no more files.
+        """
 
     @abstractmethod
     def copy_in(self, offset: int, tensor: torch.Tensor, num_bytes: int) -> None:
@@ -194,5 +196,5 @@ def outcome_of(call: Callable[..., DeviceMemory], *arguments: Any) -> DeviceMemo
     """What `call` gives, or why it gives nothing: an error that comes out of a thread holds what its frames hold."""
     try:
         return call(*arguments)
-    except DeviceError as error:
+    except (DeviceError, OSError) as error:  # OSError: this process may open no more files
         return str(error)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from omniflow.transport.codec import bytes_of
+from omniflow.transport.descriptors import duplicates
 from omniflow.transport.device_pool import NUM_SLOTS, DeviceMemory, reached
 
 
@@ -31,9 +32,8 @@ class HostMemory(DeviceMemory):
         self.waits: list[tuple[int, int, int]] = []
         """What the stream had to wait for."""
 
-    def descriptors(self) -> tuple[int, int]:
-        memory, words = self._descriptors
-        return os.dup(memory), os.dup(words)
+    def descriptors(self) -> tuple[int, ...]:
+        return duplicates(self._descriptors)
 
     def copy_in(self, offset: int, tensor: torch.Tensor, num_bytes: int) -> None:
         self.view(offset, num_bytes)[0].copy_(bytes_of(tensor))

@@ -423,6 +423,53 @@ async def test_a_lane_that_is_cancelled_as_memory_is_offered_closes_descriptors(
     ends.close()
 
 
+@pytest.mark.parametrize("kind", ["cuda_ipc", "cuda_ipc of another GPU"])
+@pytest.mark.parametrize("arrived", [0, 1])
+async def test_where_descriptors_of_memory_are_lost_tensors_go_through_the_host(
+    kind: str, arrived: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel drops those that a process may not open."""
+    deliver = ArrowShmLink._deliver_to_lane
+
+    def lose(link: ArrowShmLink, message: LaneOffer | LaneAnswer, descriptors: list[int]) -> None:
+        for descriptor in descriptors[arrived:]:
+            os.close(descriptor)
+        deliver(link, message, descriptors[:arrived])
+
+    monkeypatch.setattr(ArrowShmLink, "_deliver_to_lane", lose)
+    ends = Ends(kind, 2**20)
+    async with anyio.create_task_group() as tasks:
+        for lane, link in ((ends.lane_a, ends.a), (ends.lane_b, ends.b)):
+            tasks.start_soon(lane.serve, link)
+        with anyio.fail_after(HANGS_S):
+            await ends.lane_a.settled()
+            await ends.lane_b.settled()
+        assert ends.lane_a.problem == "the descriptors of its memory did not arrive: are too many files open?"
+        assert_mixed(await ends.there(mixed()), mixed())
+        ends.close()
+
+
+@pytest.mark.parametrize("kind", ["cuda_ipc", "cuda_ipc of another GPU"])
+@pytest.mark.parametrize("what", ["take", "attach", "descriptors"])
+async def test_where_memory_cannot_have_its_descriptors_tensors_go_through_the_host(
+    kind: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(HostMemory if what == "descriptors" else host_memory, what, fail)
+    ends = Ends(kind, 2**20)
+    async with anyio.create_task_group() as tasks:
+        for lane, link in ((ends.lane_a, ends.a), (ends.lane_b, ends.b)):
+            tasks.start_soon(lane.serve, link)
+        with anyio.fail_after(HANGS_S):
+            await ends.lane_a.settled()
+            await ends.lane_b.settled()
+        assert ends.lane_a.problem == "[Errno 24] Too many open files"
+        assert_mixed(await ends.there(mixed()), mixed())
+        ends.close()
+
+
 async def test_the_next_communicator_works_after_a_death() -> None:
     for number in range(3):
         async with Ends.opened("nccl") as ends:

@@ -16,6 +16,7 @@ import pytest
 from omniflow.errors import DeviceError
 from omniflow.transport import cuda_driver
 from omniflow.transport.cuda_driver import map_memory, take_memory
+from tests.files import few_files
 from tests.waiting import HANGS_S
 
 torch = pytest.importorskip("torch")
@@ -175,6 +176,25 @@ def test_what_a_driver_gave_before_it_refuses_is_given_back(
     with pytest.raises(DeviceError, match=f"{refuses} failed: CUDA_ERROR_NOT_SUPPORTED"):
         take_memory(SIZE)
     assert driver.told("cuMemRelease", "cuMemUnmap", "cuMemAddressFree", "cuMemHostUnregister") == given_back
+
+
+@pytest.mark.parametrize(("left", "given_back"), [(0, []), (1, ["cuMemRelease"])])
+def test_a_process_that_may_open_no_more_files_takes_no_memory(
+    driver: Driver, left: int, given_back: list[str]
+) -> None:
+    with few_files(left), pytest.raises(OSError, match="Too many open files"):
+        take_memory(SIZE)
+    assert driver.told("cuMemRelease", "cuMemUnmap") == given_back
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_process_that_may_open_no_more_files_maps_no_memory(driver: Driver, left: int) -> None:
+    driver.refuses = "cuMemImportFromShareableHandle" if left == 2 else ""
+    words = os.memfd_create("test-words")
+    with few_files(left), pytest.raises((OSError, DeviceError)):
+        map_memory(words, words, SIZE, "another GPU")
+    os.close(words)
+    assert driver.told("cuMemMap") == []
 
 
 def test_memory_that_cannot_be_mapped_leaves_no_descriptor(driver: Driver) -> None:
