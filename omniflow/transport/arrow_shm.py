@@ -459,11 +459,16 @@ class ArrowShmLink(Link):
                 lane.on_note(message)
 
     def _release(self, dead: list[Key]) -> None:
-        """Views of the peer's blocks have died."""
-        if self._lane is not None:
-            self._lane.died([key for key in dead if key[0] == LANE_SLAB])
-        for start in range(0, len(dead), _RELEASES):
-            self.send(Release(tuple(dead[start : start + _RELEASES])))
+        """Views of the peer's blocks have died. Those on the host go back whatever the lane can still do."""
+        of_lane = [key for key in dead if key[0] == LANE_SLAB]
+        self._tell_dead([key for key in dead if key[0] != LANE_SLAB] if of_lane else dead, more=bool(of_lane))
+        if of_lane and self._lane is not None:
+            self._lane.died(of_lane)
+            self._tell_dead(of_lane)
+
+    def _tell_dead(self, keys: Sequence[Key], more: bool = False) -> None:
+        for start in range(0, len(keys), _RELEASES):
+            self.send(Release(tuple(keys[start : start + _RELEASES])), more=more)
 
     def _returned(self, key: Key) -> None:
         """The peer has no view of a block any more (or one view less, where a block was lent twice)."""

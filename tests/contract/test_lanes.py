@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import socket
@@ -392,6 +393,25 @@ async def test_memory_that_torch_cannot_show_goes_back() -> None:
         assert ends.at_b.bad[0][2].kind == "UnavailableError"
         await ends.returned()
         assert ends.lane_a.pool.blocks_in_use == 0
+
+
+async def test_host_memory_goes_back_where_the_stream_takes_no_words_any_more() -> None:
+    """The block of the lane does not: whoever writes to it would wait for its word for ever."""
+    problems: list[BaseException] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: problems.append(context["exception"]))
+
+    def fail(*_arguments: Any) -> Any:
+        raise DeviceError("cuStreamWriteValue32 failed: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    async with Ends.opened("cuda_ipc") as ends:
+        got = [await ends.there(mixed()) for _ in range(3)]
+        theirs(ends).write = fail
+        del got
+        with anyio.fail_after(HANGS_S):
+            while ends.memory_a.pool.blocks_in_use:
+                await anyio.sleep(0.001)
+        assert [type(problem) for problem in problems] == [DeviceError]
+        assert ends.lane_a.pool.blocks_in_use == 3
 
 
 @pytest.mark.parametrize("kind", LANES)
