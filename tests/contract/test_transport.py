@@ -392,7 +392,7 @@ async def test_tensors_that_are_not_plain_are_refused_at_the_sender(kind: str) -
 
 
 async def test_a_control_message_that_is_too_large_is_refused(shm: Ends) -> None:
-    with pytest.raises(ProtocolError, match="a Connect message of 200007 bytes is too large"):
+    with pytest.raises(ProtocolError, match=r"a Connect message of 20000\d bytes is too large"):
         shm.a.send(Connect("x" * 200_000))
 
 
