@@ -19,20 +19,17 @@ from omniflow.engine.sglang_registry import register
 from omniflow.errors import StartError
 
 
-def load_sglang_thinker(
-    folder: Path, *, max_running: int = 8, prompt_graphs: bool = False, **settings: Any
-) -> SGLangEngine:
+def load_sglang_thinker(folder: Path, *, max_running: int = 8, **settings: Any) -> SGLangEngine:
     """An engine on the thinker of the checkpoint in `folder`; call it in the thread that will call `step`.
 
     Its requests may have `places` and `kinds` (`actors.ming.prompt.places`, TEXT, IMAGE, AUDIO). `settings` are those
-    of `omniflow.engine.sglang.load_engine`; `dtype` auto is bfloat16 where the checkpoint does not say. With
-    `prompt_graphs` a GPU reads short texts as CUDA graphs; a batch with an image or audio in it never. Raises
-    WeightsError.
+    of `omniflow.engine.sglang.load_engine`; `dtype` auto is bfloat16 where the checkpoint does not say. Of its
+    `prompt_graphs` a batch with an image or audio in it has none. Raises WeightsError.
     """
     register("actors.ming.sglang_model")
     with tempfile.TemporaryDirectory() as shown:
         show_thinker(folder, Path(shown), max_running + 1)
-        return load_engine(Path(shown), max_running=max_running, prompt_graphs=prompt_graphs, **settings)
+        return load_engine(Path(shown), max_running=max_running, **settings)
 
 
 def show_thinker(folder: Path, shown: Path, num_rows: int) -> None:
