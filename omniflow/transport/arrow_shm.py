@@ -330,7 +330,8 @@ class ArrowShmLink(Link):
         if size == 0:
             self._lost()
             return 0
-        messages = _decoder.decode(self._view[:size])
+        # A copy (0.1 us for 200 bytes, 0.4 for 8 KB): fields of msgspec.Raw or memoryview are views of what is decoded.
+        messages = _decoder.decode(bytes(self._view[:size]))
         descriptors = descriptors_in(ancillary) if ancillary else []
         self._received += len(messages)
         self._memory.hot_window.hit()

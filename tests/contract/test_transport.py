@@ -173,6 +173,20 @@ async def test_large_text_beside_large_arrays(ends: Ends) -> None:
     assert_same(await ends.there(value), value)
 
 
+class Views(msgspec.Struct, frozen=True):
+    raw: msgspec.Raw
+    view: memoryview
+
+
+@pytest.mark.parametrize("size", [50, 100_000])
+async def test_fields_that_are_views_of_bytes_stay_what_they_are(ends: Ends, size: int) -> None:
+    """Whatever comes after them: what they lie in is not used again as long as they live."""
+    values = [b"x" * size, b"x" * size, b"y" * size]
+    got = [await ends.there(Views(msgspec.Raw(msgspec.msgpack.encode(each)), memoryview(each))) for each in values]
+    assert [msgspec.msgpack.decode(each.raw) for each in got] == values
+    assert [bytes(each.view) for each in got] == values
+
+
 async def test_arrays_of_a_receiver_are_read_only(shm: Ends) -> None:
     for size in (10, 100_000):
         got = await shm.there(np.zeros(size, np.float32))
