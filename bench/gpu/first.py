@@ -21,7 +21,7 @@ import httpx
 import openai
 
 from bench.e2e import PROMPTS, measure, start_server
-from bench.gpu.report import Report
+from bench.gpu.report import Report, need
 
 THINKER = ("thinker.engine=sglang", "thinker.device=gpu")
 TALKER = ("talker.engine=sglang", "talker.device=gpu", "talker.memory.workspace=2.9 GB")
@@ -97,6 +97,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     arguments = parser.parse_args()
+    if arguments.only != ["cpu"]:
+        need(sglang=True)
     report = Report(arguments.json, "first")
     servers: dict[str, Any] = {}
 

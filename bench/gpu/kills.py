@@ -1,8 +1,9 @@
-"""kill -9 of an SGLang host under load: `python -m bench.gpu.kills --model FOLDER [--json FILE]`.
+"""kill -9 of an SGLang host under load: `python -m bench.gpu.kills [--model FOLDER] [--json FILE]`.
 
 A thinker on SGLang in a host of its own, and requests that stream. Its process is killed while all of them are being
 answered, and while they are being read; then the runtime itself is. Said are: how each request ended and how long after
-the kill, when the GPU had its memory back, when the stage answered again, and what is left behind.
+the kill, when the GPU had its memory back, when the stage answered again, and what is left behind. `--device cpu` is
+the same with the reference engine, which has no memory of a GPU to give back.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import anyio
 
 from actors.detokenize import Detokenize
 from actors.thinker import Thinker
-from bench.gpu.report import ROOT, Report
+from bench.gpu.report import ROOT, Report, folder_of, need, shared_memory
 from omniflow import Graph, Runtime, one_for_one, plan
 from omniflow.cli.machine import this_machine
 from omniflow.config import RuntimeConfig
@@ -98,8 +99,8 @@ def thinker_graph(model: str, device: str) -> Graph:
         Thinker,
         model=model,
         device=device,
-        engine="sglang",
-        dtype="bfloat16",
+        engine="transformers" if device == "cpu" else "sglang",
+        dtype="auto" if device == "cpu" else "bfloat16",
         max_running=16,
         kv_tokens=65536,
         restart=one_for_one(max_restarts=5, within_s=300),
@@ -160,7 +161,7 @@ def pid_of(runtime: Runtime) -> int | None:
     return next(status.pid for status in runtime.status().stages if status.name == "thinker")
 
 
-async def kill_under(runtime: Runtime, load: Load, is_time: Callable[[], bool]) -> dict[str, Any]:
+async def kill_under(runtime: Runtime, load: Load, is_time: Callable[[], bool], on_gpu: bool) -> dict[str, Any]:
     """Kill the thinker's process once `is_time`, and wait until it answers again."""
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(load.run)
@@ -169,7 +170,7 @@ async def kill_under(runtime: Runtime, load: Load, is_time: Callable[[], bool]) 
                 await anyio.sleep(0.001)
         pid = pid_of(runtime)
         assert pid is not None
-        watch = MemoryBack([pid])
+        watch = MemoryBack([pid]) if on_gpu else None
         killed = time.perf_counter()
         os.kill(pid, signal.SIGKILL)
         with anyio.fail_after(5):
@@ -177,7 +178,7 @@ async def kill_under(runtime: Runtime, load: Load, is_time: Callable[[], bool]) 
                 await runtime._wait_change()
         seen = time.perf_counter() - killed
     found = load.found(killed)
-    memory = await anyio.to_thread.run_sync(watch.found)
+    memory = await anyio.to_thread.run_sync(watch.found) if watch is not None else {}
     with anyio.fail_after(80):
         while not runtime._up.issuperset(host.name for host in runtime.plan.hosts):
             await runtime._wait_change()
@@ -197,7 +198,8 @@ async def kill_under(runtime: Runtime, load: Load, is_time: Callable[[], bool]) 
 async def kills(model: str, device: str) -> None:
     """All kills of the thinker; then say so, and let the requests run until this process is killed."""
     config = RuntimeConfig(start_timeout_s=120.0, step_s=60.0)
-    found: dict[str, Any] = {"model": model}
+    found: dict[str, Any] = {"model": model, "device": device}
+    on_gpu = device != "cpu"
     began = time.perf_counter()
     async with Runtime(plan(thinker_graph(model, device).spec(), this_machine(), config), config) as runtime:
         found["start_s"] = round(time.perf_counter() - began, 2)
@@ -205,10 +207,10 @@ async def kills(model: str, device: str) -> None:
         await warm.run()
         found["warm"] = sorted({end for end, _ in warm.ends})
         load = Load(runtime, 16, 64, 2000)
-        found["while 16 are answered"] = await kill_under(runtime, load, lambda: load.answering == 16)
+        found["while 16 are answered"] = await kill_under(runtime, load, lambda: load.answering == 16, on_gpu)
         print(json.dumps(found), flush=True)
         prompts = Load(runtime, 16, 1500, 500)
-        found["while 16 prompts are read"] = await kill_under(runtime, prompts, lambda: prompts.submitted > 8)
+        found["while 16 prompts are read"] = await kill_under(runtime, prompts, lambda: prompts.submitted > 8, on_gpu)
         print(json.dumps(found), flush=True)
         last = Load(runtime, 16, 64, 2000)
         async with anyio.create_task_group() as tasks:
@@ -234,42 +236,49 @@ def left(mark: str) -> list[int]:
     return [pid for pid in pids if pid != os.getpid() and is_of(pid, mark)]
 
 
+def until_asked(process: subprocess.Popen[str], report: Report) -> bool:
+    """Keep what the runtime's process finds, until it asks to be killed; False where it ends by itself."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        if line.strip() == KILL_ME:
+            return True
+        if line.startswith('{"model"'):
+            report.keep(json.loads(line))
+    return False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a small checkpoint")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="folder of a small checkpoint, or its name")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--device", default="gpu")
+    parser.add_argument("--device", default="gpu", choices=["gpu", "cpu"])
     parser.add_argument("--child", action="store_true")
     arguments = parser.parse_args()
+    on_gpu = arguments.device == "gpu"
+    if on_gpu:
+        need(sglang=True)
     if arguments.child:
         anyio.run(kills, arguments.model, arguments.device)
         return
-    shm, mark = set(os.listdir("/dev/shm")), uuid.uuid4().hex
-    command = [sys.executable, "-m", "bench.gpu.kills", "--child", "--model", arguments.model]
+    shm, mark = shared_memory(), uuid.uuid4().hex
+    command = [sys.executable, "-m", "bench.gpu.kills", "--child", "--model", folder_of(arguments.model)]
     command += ["--device", arguments.device]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, MARK: mark}, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     report = Report(arguments.json, "kills")
-    is_asked = False
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        is_asked = line.strip() == KILL_ME
-        if is_asked:
-            break
-        if line.startswith('{"model"'):
-            report.keep(json.loads(line))
-    if not is_asked:
+    if not until_asked(process, report):
         report.add({"failed": f"it ended by itself, with exit code {process.wait()}"}, "the runtime itself")
         sys.exit(1)
-    watch = MemoryBack([pid for pid in held_by_processes() if is_of(pid, mark)])
+    watch = MemoryBack([pid for pid in held_by_processes() if is_of(pid, mark)]) if on_gpu else None
     killed = time.perf_counter()
     process.kill()
     process.wait()
     while left(mark) and time.perf_counter() - killed < 10:
         time.sleep(0.002)
     gone = 1e3 * (time.perf_counter() - killed)
-    report.add({"all_processes_gone_ms": round(gone, 1), "left": left(mark), **watch.found()}, "the runtime itself")
-    report.add({"left_in_dev_shm": sorted(set(os.listdir("/dev/shm")) - shm)})
+    memory = watch.found() if watch is not None else {}
+    report.add({"all_processes_gone_ms": round(gone, 1), "left": left(mark), **memory}, "the runtime itself")
+    report.add({"left_in_dev_shm": sorted(shared_memory() - shm)})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from actors.ming.audio_vae import load_audio_vae
 from actors.ming.config import AudioVae, Talker
 from actors.ming.talker import TalkerModel, load_talker
 from bench.gpu.ming_graph import TEXTS, speech, write_talker
-from bench.gpu.report import Report
+from bench.gpu.report import Report, need
 from omniflow import Runtime, plan
 from omniflow.cli.machine import this_machine
 from omniflow.config import RuntimeConfig
@@ -350,6 +350,7 @@ def main() -> None:
     parser.add_argument("--max-running", type=int, default=32)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    need()
     plain_kernels(arguments.plain)
     if arguments.part == "write":
         write_talker(arguments.folder)

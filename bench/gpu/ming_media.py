@@ -43,7 +43,7 @@ from actors.pictures import read_picture
 from actors.video import VideoClip
 from bench.gpu.ming import profile, timed
 from bench.gpu.ming_media_graph import declare, write_media
-from bench.gpu.report import Report
+from bench.gpu.report import Report, need
 from graphs.ming_omni import graph
 from omniflow import Runtime, plan
 from omniflow.cli.machine import this_machine
@@ -412,6 +412,8 @@ def main() -> None:
     parser.add_argument("--least", type=int, default=6, help="questions of all clients together at least")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.device == "gpu" or arguments.part == "attention":
+        need(max(arguments.gpus or [1]), sglang=arguments.part == "chat")
     match arguments.part:
         case "write" if arguments.device == "cpu":
             write_checkpoint(arguments.folder)

@@ -24,7 +24,7 @@ import torch
 from actors.ming.config import AUDIO, IMAGE, Thinker
 from actors.ming.prompt import Grid, places
 from bench.gpu.engine import copy_bandwidth
-from bench.gpu.report import Report
+from bench.gpu.report import Report, need
 from bench.gpu.rounds import prompts
 from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.group import follow, lead
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--prompt-graphs", choices=["on", "off"], default="off", help="texts of up to 1,024 tokens")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    need(arguments.ranks, sglang=True)
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
     key = f"{arguments.ranks} GPU" + (", eager" if arguments.eager else "")

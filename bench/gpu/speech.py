@@ -23,7 +23,7 @@ import torch
 
 from actors.tiny_talker import TINY_TALKER
 from actors.tiny_talker.model import load_model
-from bench.gpu.report import machine
+from bench.gpu.report import machine, need
 from omniflow.engine.base import Engine, EngineRequest, Sampling
 from omniflow.engine.frames import FrameEngine
 
@@ -183,6 +183,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="gpu")
     arguments = parser.parse_args()
+    if arguments.what == "say" and arguments.device == "gpu":
+        need(sglang=True)
     if arguments.what == "prompts":
         prompts(arguments.file)
     elif arguments.what == "say":

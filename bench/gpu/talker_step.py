@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bench.gpu.engine import copy_bandwidth
-from bench.gpu.report import Report
+from bench.gpu.report import Report, need
 from omniflow.engine.base import EngineRequest, Sampling
 
 BATCHES = (1, 8, 16)
@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    need(sglang=True)
     measure(arguments.tokens, Report(arguments.json, "talker"))
 
 

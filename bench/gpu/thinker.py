@@ -15,10 +15,9 @@ from typing import Any
 import anyio
 
 from actors.detokenize import Detokenize
-from actors.smollm2 import SMOLLM2_135M_INSTRUCT
 from actors.thinker import Thinker
 from actors.tokenizer import load_tokenizer
-from bench.gpu.report import machine, replace
+from bench.gpu.report import folder_of, machine, need, replace
 from omniflow import Graph, Runtime, plan
 from omniflow.cli.machine import this_machine
 from omniflow.config import RuntimeConfig
@@ -38,8 +37,7 @@ QUESTIONS = (
 
 def prompt_ids(model: str) -> list[list[int]]:
     """The questions in SmolLM2's chat format."""
-    folder = Path(model) if "/" in model else SMOLLM2_135M_INSTRUCT.path()
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(Path(model))
     system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     form = system + "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     return [tokenizer.encode(form.format(question), add_special_tokens=False).ids for question in QUESTIONS]
@@ -120,6 +118,9 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     parser.add_argument("--compare", type=Path)
     arguments = parser.parse_args()
+    if arguments.device != "cpu":
+        need(sglang=arguments.engine == "sglang")
+    arguments.model = folder_of(arguments.model)
     found = anyio.run(measure, arguments)
     if arguments.write is not None:
         replace(arguments.write, {"machine": machine()} | found)

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.gpu.report import Report
+from bench.gpu.report import Report, need
 from bench.gpu.tp_graph import dummy_folder, prompts, small_folder, thinker
 from omniflow import Runtime, plan
 from omniflow.cli.machine import this_machine
@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    need(max(arguments.tp), sglang=True)
     began = time.perf_counter()
     report = Report(arguments.json, arguments.part)
     asyncio.run(PARTS[arguments.part](arguments, report))

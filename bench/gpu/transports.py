@@ -47,7 +47,7 @@ from bench.gpu.peers import (
     spread,
     torch_queue,
 )
-from bench.gpu.report import ROOT, Report, machine
+from bench.gpu.report import ROOT, Report, machine, need, shared_memory
 from omniflow.devices import NCCL_CHUNK, Gpus
 from omniflow.errors import ErrorInfo
 from omniflow.messages import Message
@@ -527,14 +527,14 @@ def versions() -> dict[str, Any]:
 
 def measure_all(arguments: argparse.Namespace) -> int:
     """The exit code: 1 where a part failed."""
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     report = Report(arguments.json, "parts", machine() | versions())
     for name, measure in parts(arguments.group).items():
         if arguments.only and not any(part in name for part in arguments.only):
             continue
         began = time.perf_counter()
         rows = measured(measure)
-        left = set(os.listdir("/dev/shm")) - shm
+        left = shared_memory() - shm
         if left:
             rows["left_in_dev_shm"] = sorted(left)
         shm |= left
@@ -562,6 +562,7 @@ def main() -> None:
         print(json.dumps(ALONE[arguments.alone]()), flush=True)
         os._exit(0)
     else:
+        need(1 if arguments.group in ("one", None) else 2)
         sys.exit(measure_all(arguments))
 
 

@@ -24,7 +24,7 @@ from actors.segmenter import Segmenter
 from actors.thinker import Thinker
 from actors.tiny_talker.talker import TinyTalker, TinyTalkerScript
 from bench.gpu.kills import memory_used
-from bench.gpu.report import Report
+from bench.gpu.report import Report, folder_of, need
 from bench.gpu.thinker import prompt_ids
 from omniflow import Budget, Graph, Runtime, plan
 from omniflow.cli.machine import this_machine
@@ -171,14 +171,17 @@ async def measure(name: str, talkers: list[str], arguments: argparse.Namespace, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of the thinker's checkpoint")
-    parser.add_argument("--vocoder", required=True, help="folder of a Piper voice")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="folder of a thinker, or its name")
+    parser.add_argument("--vocoder", default="piper-joe", help="folder of a Piper voice, or its name")
     parser.add_argument("--device", default="gpu", choices=["gpu", "cpu"])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocoders", type=int, default=8, help="of each talker")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.device == "gpu":
+        need(sglang=True)
+    arguments.model, arguments.vocoder = folder_of(arguments.model), folder_of(arguments.vocoder)
     num_gpus = len(this_machine().gpus)
     plans = {"one GPU": ["gpu:0"]}
     if num_gpus > 1:

@@ -15,9 +15,12 @@ from typing import Any
 
 import anyio
 import pytest
+from rich.console import Console
 
-from bench.gpu.all import Runner, arguments_of, chosen, last_line, main, place
+from bench.gpu import report
+from bench.gpu.all import Runner, arguments_of, chosen, fetched, last_line, main, place
 from bench.gpu.jobs import JOBS, ROWS, Job, unnamed
+from omniflow.cli.machine import GpuReport
 
 pytestmark = pytest.mark.anyio
 
@@ -221,6 +224,38 @@ def test_scripts_understand_the_commands_of_jobs(monkeypatch: pytest.MonkeyPatch
             monkeypatch.setattr(sys, "argv", [module, *rest])
             with pytest.raises(ParsedError):
                 importlib.import_module(module).main()
+
+
+def test_scripts_without_a_gpu_say_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "find_gpus", GpuReport)
+    on_a_cpu = {"thinker.cpu", "speech.write"}
+    for each in JOBS:
+        _, _, module, *rest = (word.format(**WORDS) for word in shlex.split(each.command))
+        if module != "pytest" and each.name not in on_a_cpu:
+            monkeypatch.setattr(sys, "argv", [module, *rest])
+            with pytest.raises(SystemExit) as ended:
+                importlib.import_module(module).main()
+            (line,) = capsys.readouterr().err.splitlines()
+            wanted = "2 GPUs" if each.gpus != "1" and module != "bench.gpu.two_gpus" else "a GPU"
+            assert ended.value.code == 2 and f"wants {wanted}, and sees none" in line, each.name
+
+
+def test_weights_are_fetched_before_the_jobs_that_name_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console, jobs = Console(width=200), [job("reader", "cat {smollm2}/config.json"), job("other")]
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    assert fetched({"smollm2": "mine", "piper": "piper-nobody"}, jobs, console) == {
+        "smollm2": str(tmp_path / "mine"),
+        "piper": "piper-nobody",
+    }
+    assert capsys.readouterr().out == ""
+    weights = {"smollm2": "./gone", "piper": "piper-joe"}
+    assert fetched(weights, jobs, console) == weights
+    assert capsys.readouterr().out.startswith("--smollm2: ")
 
 
 def test_a_test_that_wants_a_gpu_and_has_no_row_is_a_job_too() -> None:

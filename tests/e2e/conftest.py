@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+from tests.conftest import left_in_shared_memory, shared_memory
 from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def free_port() -> int:
 def serving(folder: Path, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
     """`omniflow run graphs/ming_omni.py` with `options`; its log is `folder/log.txt`. It must leave nothing behind."""
     port, log = free_port(), folder / "log.txt"
-    shm_before = set(os.listdir("/dev/shm"))
+    shm_before = shared_memory()
     with log.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "omniflow", "run", "graphs/ming_omni.py", "--port", str(port), *options],
@@ -78,7 +78,7 @@ def serving(folder: Path, *options: str, environment: Mapping[str, str] | None =
         yield running
         process.send_signal(signal.SIGTERM)
         assert process.wait(HANGS_S) == 0, log.read_text()
-        assert set(os.listdir("/dev/shm")) == shm_before
+        assert left_in_shared_memory(shm_before) == set()
     finally:
         process.kill()
         process.wait()

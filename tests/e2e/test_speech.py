@@ -13,6 +13,7 @@ import openai
 import pytest
 import soundfile
 
+from tests.conftest import left_in_shared_memory, shared_memory
 from tests.e2e.conftest import Server
 from tests.e2e.hearing import heard, word_errors
 from tests.waiting import HANGS_S
@@ -94,7 +95,7 @@ def test_eight_at_once_never_mix(server: Server) -> None:
 
 @pytest.mark.parametrize("stage", ["talker", "vocoder"])
 def test_killed_stage_fails_its_request_and_comes_back(server: Server, stage: str) -> None:
-    shm_before = set(os.listdir("/dev/shm"))
+    shm_before = shared_memory()
     body = {"model": "ming_omni", "input": "This sentence goes on for a while. " * 20, "response_format": "pcm"}
     pid = server.pid_of(stage)
     with (
@@ -109,7 +110,7 @@ def test_killed_stage_fails_its_request_and_comes_back(server: Server, stage: st
     )
     assert word_errors("Back again so soon.", heard(again.content))[0] <= 1
     assert server.pid_of(stage) != pid
-    assert set(os.listdir("/dev/shm")) == shm_before
+    assert left_in_shared_memory(shm_before) == set()
 
 
 def test_disconnect_cancels_in_every_stage(server: Server) -> None:
