@@ -39,6 +39,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 SEEDS = range(-(2**63), 2**64)
 """What a torch generator takes."""
+MAX_INT = 2**31 - 1
+"""SGLang has `top_k` in 32 bits, and ends where it does not fit; so do ranks where one cannot tell another a number."""
 
 
 class Thinker(EngineStage, ThinkerRole):
@@ -220,8 +222,8 @@ def sampling_for(options: Options, defaults: Sampling) -> Sampling:
     )
     _require(0 <= sampling.temperature <= MAX_TEMPERATURE, "temperature", f"from 0 to {MAX_TEMPERATURE:g}")
     _require(0 < sampling.top_p <= 1, "top_p", "above 0 and at most 1")
-    _require(sampling.top_k >= 0, "top_k", "0 (no limit) or more")
-    _require(sampling.max_tokens >= 1, "max_tokens", "1 or more")
+    _require(0 <= sampling.top_k <= MAX_INT, "top_k", f"from 0 (no limit) to {MAX_INT}")
+    _require(1 <= sampling.max_tokens <= MAX_INT, "max_tokens", f"from 1 to {MAX_INT}")
     _require(sampling.seed is None or sampling.seed in SEEDS, "seed", "a 64-bit integer")
     for name in ("frequency_penalty", "presence_penalty"):
         _require(-MAX_PENALTY <= wanted[name] <= MAX_PENALTY, name, f"from -{MAX_PENALTY:g} to {MAX_PENALTY:g}")
@@ -236,6 +238,8 @@ def sampling_for(options: Options, defaults: Sampling) -> Sampling:
     top = sampling.top_logprobs
     _require(top is None or 0 <= top <= MAX_TOP_LOGPROBS, "top_logprobs", f"from 0 to {MAX_TOP_LOGPROBS}")
     _require(len(options.stop) <= MAX_STOPS and all(options.stop), "stop", f"at most {MAX_STOPS} strings, none empty")
+    whole = (each.encode(errors="ignore").decode() == each for each in options.stop)
+    _require(all(whole), "stop", "text, without halves of surrogate pairs")
     return sampling
 
 

@@ -200,8 +200,10 @@ async def test_rows_take_the_place_of_tokens(folder: Path) -> None:
         ("temperature", math.nan, "from 0 to 5"),
         ("top_p", 0.0, "above 0 and at most 1"),
         ("top_p", 1.1, "above 0 and at most 1"),
-        ("top_k", -1, "0 .no limit. or more"),
-        ("max_tokens", 0, "1 or more"),
+        ("top_k", -1, "from 0 .no limit. to 2147483647"),
+        ("top_k", 2**31, "from 0 .no limit. to 2147483647"),
+        ("max_tokens", 0, "from 1 to 2147483647"),
+        ("max_tokens", 2**31, "from 1 to 2147483647"),
         ("seed", 2**64, "a 64-bit integer"),
         ("frequency_penalty", -2.1, "from -2 to 2"),
         ("presence_penalty", 2.1, "from -2 to 2"),
@@ -214,6 +216,7 @@ async def test_rows_take_the_place_of_tokens(folder: Path) -> None:
         ("top_logprobs", -1, "from 0 to 20"),
         ("stop", ("",), "at most 16 strings, none empty"),
         ("stop", ("x",) * 17, "at most 16 strings, none empty"),
+        ("stop", ("x", "\ud800"), "text, without halves"),
     ],
 )
 async def test_bad_options_name_the_field_and_what_would_pass(

@@ -20,6 +20,7 @@ from omniflow.engine.loop import EngineLoop
 from omniflow.engine.ranks import Ranks
 from omniflow.engine.transformers import TransformersEngine
 from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, ProtocolError, UnsupportedError
+from tests.engine.odd_values import ODD, assert_refused_or_answered
 from tests.engine.tiny import CONTEXT, HIDDEN, VOCAB, drain, ids_of, prompt, request, run, tiny_llama
 
 if TYPE_CHECKING:
@@ -275,6 +276,11 @@ def test_what_cannot_be_done_is_refused_and_the_next_request_runs(engine: SGLang
     outputs = drain(engine)
     assert all(outputs[f"q{number}"][-1].finish_reason == "length" for number in range(16))
     assert ids_of(run(engine, [request("s", prompt(5), seed=1)])["s"])  # greedy: nothing is drawn
+
+
+@pytest.mark.parametrize("option", ODD)
+def test_an_odd_value_is_refused_or_answered_and_the_next_request_works(engine: SGLangEngine, option: str) -> None:
+    assert_refused_or_answered(engine, option)
 
 
 def test_embeddings_are_finite_as_the_model_has_them(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:

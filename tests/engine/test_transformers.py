@@ -29,6 +29,7 @@ from omniflow.errors import (
     WeightsError,
 )
 from omniflow.media import Options
+from tests.engine.odd_values import ODD, assert_refused_or_answered
 from tests.engine.tiny import CONTEXT, HIDDEN, SHAPE, VOCAB, drain, ids_of, prompt, request, run, tiny_llama, tiny_qwen2
 
 LLAMA = tiny_llama()
@@ -389,6 +390,11 @@ def test_an_id_runs_once() -> None:
     engine.start(request("a", prompt(3)))
     with pytest.raises(ProtocolError, match="runs already"):
         engine.start(request("a", prompt(3)))
+
+
+@pytest.mark.parametrize("option", ODD)
+def test_an_odd_value_is_refused_or_answered_and_the_next_request_works(option: str) -> None:
+    assert_refused_or_answered(engine_on(LLAMA, decode=str), option)
 
 
 def test_other_kinds_of_attention_are_refused() -> None:
