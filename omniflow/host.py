@@ -55,6 +55,7 @@ from omniflow.messages import (
     Skip,
     StageLoad,
     StageReady,
+    Unconnected,
 )
 from omniflow.observer import Given, Observe, Observer
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge
@@ -197,6 +198,8 @@ class Host:
         self._ranks = ranks
         self.stopped = anyio.Event()
         self.links: dict[str, Link] = {}
+        self._unconnected: set[str] = set()
+        """Peers whose sockets could not be taken: what needs them is refused until there is another."""
         self.broken = False
         self._visits: dict[int, Visit] = {}
         self._last_opened = 0
@@ -312,8 +315,7 @@ class Host:
                     visit.stop()
                     self._close_if_done(visit)
             case Connect():
-                if self._connect is not None:
-                    self.links[message.peer] = self._connect(message.peer, descriptors[0])
+                self._on_connect(message, descriptors)
             case Shutdown():
                 self.stopped.set()
             case _:
@@ -362,6 +364,14 @@ class Host:
         run.values[planned.target_port] = value
         run.missing.discard(planned.target_port)
         self._start_if_ready(visit, run)
+
+    def _on_connect(self, message: Connect, descriptors: Sequence[int]) -> None:
+        if not descriptors:  # the kernel drops what a process may not open
+            self._unconnected.add(message.peer)
+            self.links[FRONT].send(Unconnected(message.peer, message.number))
+        elif self._connect is not None:
+            self._unconnected.discard(message.peer)
+            self.links[message.peer] = self._connect(message.peer, descriptors[0])
 
     def _on_end(self, message: End) -> None:
         visit = self._visit(message.request)
@@ -421,6 +431,8 @@ class Host:
         if self._observer is not None:
             self._observer.opened(message.request)
         routes = self._route(message.entry, message.outputs)
+        if self._unconnected and self._refuse_unconnected(visit, routes):
+            return
         for stage_route in routes:
             for edge in stage_route.row_edges():
                 visit.credits[edge] = Credits(self._edges[edge].bound)
@@ -432,6 +444,17 @@ class Host:
             if not stage_route.inputs:
                 # Everything that could feed it is absent from this profile: nothing will arrive to start it.
                 self._start_if_ready(visit, run)
+
+    def _refuse_unconnected(self, visit: Visit, routes: Sequence[StageRoute]) -> bool:
+        """Fail a request that needs a peer which this host is not connected to, or no longer, or not yet."""
+        for stage_route in routes:
+            for edge in map(self._edges.__getitem__, stage_route.edges()):
+                for peer in self._unconnected.intersection((edge.source_host, edge.target_host)):
+                    text = f"its process is not connected to that of {peer!r} yet: it may open no more files"
+                    stage = edge.target if edge.source_host == peer else edge.source
+                    self._fail(visit, UnavailableError(text, stage=stage, retry_after_s=1.0))
+                    return True
+        return False
 
     def _route(self, entry: str, outputs: tuple[str, ...]) -> list[StageRoute]:
         found = self._routes.get((entry, outputs))

@@ -179,9 +179,17 @@ class LaneNote(msgspec.Struct, frozen=True, array_like=True, tag=32):
 
 
 class Connect(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """Runtime -> host, with a descriptor: the socket to `peer`, replacing an older one."""
+    """Runtime -> host, with a descriptor: the socket to `peer`, replacing an older one. `number` is its own."""
 
     peer: str
+    number: int = 0
+
+
+class Unconnected(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """Host -> runtime: a `Connect` came without its descriptor, because this process may open no more files."""
+
+    peer: str
+    number: int
 
 
 class StageReady(msgspec.Struct, frozen=True, array_like=True, tag=12):
@@ -226,7 +234,8 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=16):
 
 Message = (
     Open | Item | End | Skip | Credit | Cancel | Failure | Closed | SlabOpened | SlabClosed | SlabMissing | Release
-    | Connect | StageReady | HostReady | HostFailed | Beat | Shutdown | Recorded | LaneOffer | LaneAnswer | LaneNote
+    | Connect | Unconnected | StageReady | HostReady | HostFailed | Beat | Shutdown | Recorded
+    | LaneOffer | LaneAnswer | LaneNote
 )  # fmt: skip
 READER_GONE = -1
 """`Credit.count` of a reader that wants nothing more."""

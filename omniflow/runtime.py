@@ -61,6 +61,7 @@ from omniflow.messages import (
     Skip,
     StageLoad,
     StageReady,
+    Unconnected,
     Waiting,
 )
 from omniflow.planner.plan import FRONT, Plan, PlannedEdge
@@ -525,7 +526,7 @@ class Runtime:
 
     def on_message(self, link: Link, message: Message, descriptors: Sequence[int]) -> None:
         match message:
-            case StageReady() | HostReady() | HostFailed() | Beat():
+            case StageReady() | HostReady() | HostFailed() | Beat() | Unconnected():
                 self._heard(link.peer, message)
             case End() | Skip() | Credit() | Failure() | Closed():
                 if isinstance(message, Closed):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import itertools
 import logging
 import os
 import signal
@@ -20,7 +21,7 @@ import socket
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import anyio
 import anyio.abc
@@ -35,7 +36,7 @@ from omniflow.engine.ranks import Ranks
 from omniflow.environment import environment
 from omniflow.errors import StartError
 from omniflow.host import host_spec, hot_window_s
-from omniflow.messages import Beat, Connect, HostFailed, HostReady, Message, Shutdown, StageReady
+from omniflow.messages import Beat, Connect, HostFailed, HostReady, Message, Shutdown, StageReady, Unconnected
 from omniflow.observer import Observe
 from omniflow.planner.plan import FRONT, Plan, PlannedHost
 from omniflow.prctl import PARENT
@@ -56,6 +57,10 @@ _TOLD_WITHIN_S = 0.05
 """How long the death of a host waits for its cause to be known: 1 ms on most machines, more on one that is too busy."""
 _KILL_AFTER_S = 5.0
 """What a host gets to close its actors before it is killed, and the fork server to start one that nobody wants now."""
+_CONNECT_AGAIN_S = 0.2
+"""How soon a host that could not open a socket gets another."""
+_MOST_CONNECTS = 25
+"""Sockets that two hosts are given one after the other: 5 s, in which a host may have become able to open one."""
 _UNTOLD = 255
 """The exit code that `multiprocess` gives a process whose parent, the fork server, died before it could tell one."""
 
@@ -146,6 +151,13 @@ class Child:
         return self.process.pid if self.link is not None else None
 
 
+class Wire(NamedTuple):
+    """The latest connection that two hosts were given: its number, and how many there were since either started."""
+
+    number: int
+    tries: int
+
+
 class Supervisor:
     """Owns the host processes of a plan. `run` is its task; everything else is called in the event loop."""
 
@@ -168,6 +180,8 @@ class Supervisor:
         self.children = {host.name: Child(host) for host in plan.hosts if host.process}
         self._tasks: anyio.abc.TaskGroup | None = None
         self._stopping = False
+        self._wires: dict[frozenset[Child], Wire] = {}
+        self._numbers = itertools.count()
         self._untold: dict[Any, anyio.Event] = {}
         """Processes that are dead and whose parent has yet to say so: their descriptors stay open until then."""
 
@@ -225,6 +239,7 @@ class Supervisor:
             if child.host.start_method == "forkserver":
                 # A new fork server (the old one may have been killed) must not be tied to the life of a worker thread.
                 _ensure_forkserver()
+                _refuse_few_files()
                 failure = await self._start_forked(process)
             else:
                 # In the environment from the first: a module that is imported may ask CUDA what there is.
@@ -309,9 +324,40 @@ class Supervisor:
                 or not self._share_edge(name, other.host.name)
             ):
                 continue
+            self._connect(child, other, 1)
+
+    def _connect(self, child: Child, other: Child, tries: int) -> None:
+        """Give two running hosts a fresh socket to each other; where there is none to be had, `child` dies of it."""
+        try:
             a, b = socket_pair()
-            child.link.send(Connect(other.host.name), (a.detach(),))
-            other.link.send(Connect(name), (b.detach(),))
+        except OSError as error:
+            self._kill_for(child, f"it cannot be connected to {other.host.name!r}: {error.strerror}")
+            return
+        number = next(self._numbers)
+        self._wires[frozenset((child, other))] = Wire(number, tries)
+        for one, peer, end in ((child, other, a), (other, child, b)):
+            if one.link is not None:
+                one.link.send(Connect(peer.host.name, number), (end.detach(),))
+
+    def _not_connected(self, child: Child, other: Child, number: int) -> None:
+        """`child` could not take a socket; it gets another, unless it has one since, or there were too many."""
+        wire = self._wires[frozenset((child, other))]
+        if wire.number != number or self._tasks is None:
+            return
+        if wire.tries >= _MOST_CONNECTS:
+            self._kill_for(child, f"it cannot be connected to {other.host.name!r}: it may open no more files")
+        else:
+            self._tasks.start_soon(self._connect_again, child, other, wire)
+
+    async def _connect_again(self, child: Child, other: Child, wire: Wire) -> None:
+        await anyio.sleep(_CONNECT_AGAIN_S)
+        if self._wires[frozenset((child, other))] == wire and child.link is not None and other.link is not None:
+            self._connect(child, other, wire.tries + 1)
+
+    def _kill_for(self, child: Child, reason: str) -> None:
+        """A death like any other, which says why."""
+        child.failure = HostFailed(child.host.name, reason, "")
+        self._kill(child)
 
     def _share_edge(self, a: str, b: str) -> bool:
         return any({edge.source_host, edge.target_host} == {a, b} for edge in self._plan.edges)
@@ -332,6 +378,8 @@ class Supervisor:
             case HostReady():
                 child.state = "ready"
                 self._events.on_ready(host)
+            case Unconnected():
+                self._not_connected(child, self.children[message.peer], message.number)
             case HostFailed():
                 child.failure = message
                 if self._tasks is not None:
@@ -615,6 +663,16 @@ def _ensure_forkserver() -> None:
         multiprocess.forkserver.ensure_running()
     finally:
         del os.environ[PARENT]
+
+
+def _refuse_few_files() -> None:
+    """Raises OSError where this process may not open the 5 files that a start takes: the fork server would die of one
+    that breaks off, and all hosts with it.
+    """
+    with contextlib.ExitStack() as held:
+        for _ in range(3):
+            for descriptor in os.pipe():
+                held.callback(os.close, descriptor)
 
 
 def _kill_forkserver() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,6 +62,13 @@ class StageRoute:
         yield from self.stream_edges
         if self.follow is not None:
             yield from self.follow.row_edges()
+
+    def edges(self) -> Iterator[int]:
+        """All edges of this stage, and of those that follow it."""
+        yield from self.inputs.values()
+        yield from itertools.chain.from_iterable(self.outputs.values())
+        if self.follow is not None:
+            yield from self.follow.edges()
 
     @property
     def only_output(self) -> int | None:

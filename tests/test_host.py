@@ -21,6 +21,7 @@ from omniflow.messages import (
     Beat,
     Cancel,
     Closed,
+    Connect,
     Credit,
     End,
     Failure,
@@ -29,6 +30,7 @@ from omniflow.messages import (
     Shutdown,
     Skip,
     StageReady,
+    Unconnected,
     Waiting,
 )
 from omniflow.planner import plan
@@ -129,6 +131,19 @@ async def test_an_item_that_overtakes_its_open_waits_for_it() -> None:
         assert {(await it.at["shout"].item()).request for _ in range(2)} == {1, 2}
         assert {(await it.heard(Closed)).request for _ in range(2)} == {1, 2}
         assert it.host.num_open == 0
+
+
+async def test_a_peer_whose_socket_could_not_be_taken_is_told_of_and_what_needs_it_is_refused() -> None:
+    async with around("shout") as it:
+        it.front.send(Connect("echo", 7))
+        assert await it.heard(Unconnected) == Unconnected("echo", 7)
+        it.open(1, "audio")
+        failure = (await it.heard(Failure)).error
+        assert (failure.kind, failure.stage) == ("UnavailableError", "words")
+        it.open(2, "num_words")
+        it.ask(2, "a b")
+        assert {(await it.heard(Closed)).request for _ in range(2)} == {1, 2}
+        assert not [message for message in it.at_front.messages if isinstance(message, Failure)]
 
 
 async def test_the_early_of_requests_that_never_open_is_dropped_by_the_next_one() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import random
+import resource
 import select
 import signal
 import subprocess
@@ -40,6 +42,7 @@ from omniflow.media import Options, TextDelta, Tool
 from omniflow.messages import MAX_OPTIONS_BYTES, MAX_REQUEST_ID_CHARS
 from omniflow.runtime import Runtime, StageStatus
 from omniflow.telemetry import Metrics
+from omniflow.transport.arrow_shm import socket_pair
 
 from .conftest import descendants, hosts_below, left_in_shared_memory, shared_memory
 from .files import few_files
@@ -225,7 +228,7 @@ async def test_a_runtime_that_can_open_no_file_more_fails_the_request_and_lives(
     """Many items go in by a task of their own, which must not end the runtime."""
     entry = "line" if isinstance(value, Line) else "speech"
     async with running(words.build(), CPU) as runtime:
-        with few_files(2), pytest.raises(UnavailableError, match="memory can.* files"):
+        with few_files(2), pytest.raises(UnavailableError, match="memory .* files"):
             await ask(runtime, entry, value)
         assert len((await ask(runtime, "line", Line(LONG)))["text"]) == 1
 
@@ -652,6 +655,81 @@ async def test_a_killed_fork_server_takes_its_hosts_along_and_all_come_back() ->
             while [stage.restarts for stage in runtime.status().stages] != [1, 1]:
                 await runtime._wait_change()
         assert (await ask(runtime, "job", Job()))["job"].seen == ("one", "two")
+
+
+async def test_a_neighbour_that_may_open_no_file_more_refuses_until_it_may() -> None:
+    """The kernel drops the descriptor of its new socket to a host that was restarted."""
+    async with running(words.build(), CPU) as runtime:
+        await ask(runtime, "line", Line("a b?"))  # it has its first sockets
+        shout = pid_of(runtime, "shout")
+        limits = resource.prlimit(shout, resource.RLIMIT_NOFILE)
+        resource.prlimit(shout, resource.RLIMIT_NOFILE, (3, limits[1]))
+        await kill(runtime, "echo")
+        await up_again(runtime)
+        for _ in range(2):
+            error = await error_of(runtime, "line", Line("a b?"))
+            assert isinstance(error, UnavailableError)
+            assert "is not connected to that of 'echo' yet: it may open no more files" in str(error)
+        assert len((await ask(runtime, "speech", [TextDelta("a")]))["audio"]) == 1, "which does without `shout`"
+        resource.prlimit(shout, resource.RLIMIT_NOFILE, limits)
+        with anyio.fail_after(HANGS_S):
+            while True:
+                with contextlib.suppress(UnavailableError):
+                    assert len((await ask(runtime, "line", Line("a b?")))["audio"]) == 2
+                    break
+                await anyio.sleep(0.01)
+        assert pid_of(runtime, "shout") == shout
+
+
+async def test_a_neighbour_that_stays_unable_to_open_files_is_restarted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "_CONNECT_AGAIN_S", 0.001)
+    monkeypatch.setattr(supervisor, "_MOST_CONNECTS", 3)
+    async with running(words.build(), CPU) as runtime:
+        await ask(runtime, "line", Line("a b?"))
+        shout = pid_of(runtime, "shout")
+        resource.prlimit(shout, resource.RLIMIT_NOFILE, (3, resource.prlimit(shout, resource.RLIMIT_NOFILE)[1]))
+        await kill(runtime, "echo")
+        with anyio.fail_after(HANGS_S):
+            while not runtime.status().stages[0].restarts:
+                await runtime._wait_change()
+        await up_again(runtime)
+        assert len((await ask(runtime, "line", Line("a b?")))["audio"]) == 2
+        assert "host shout died: it cannot be connected to 'echo': it may open no more files" in caplog.text
+
+
+async def test_a_runtime_that_cannot_open_a_socket_for_two_hosts_starts_one_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuses = Mock(side_effect=[socket_pair(), OSError(errno.EMFILE, "Too many open files")])
+    async with running(words.build(), CPU) as runtime:
+        with monkeypatch.context() as patch:
+            patch.setattr(supervisor, "socket_pair", refuses)
+            await kill(runtime, "echo")
+            with anyio.fail_after(HANGS_S):
+                while refuses.call_count < 2:
+                    await anyio.sleep(0.001)
+        with anyio.fail_after(HANGS_S):
+            while runtime.status().stages[-1].restarts < 2:
+                await runtime._wait_change()
+        await up_again(runtime)
+        assert len((await ask(runtime, "line", Line("a b?")))["audio"]) == 2
+        assert "host echo died: it cannot be connected to 'shout': Too many open files" in caplog.text
+
+
+async def test_a_host_that_cannot_start_for_want_of_files_takes_no_other_along() -> None:
+    """The fork server dies of a start that breaks off once it has heard of it."""
+    often = Restart("one_for_one", max_restarts=50, backoff_s=0.01)
+    async with running(row.row("one", "two", restart=often), CPU) as runtime:
+        one = pid_of(runtime, "one")
+        with few_files(1):
+            await kill(runtime, "two")
+            with anyio.fail_after(HANGS_S):
+                while runtime.status().stages[1].restarts < 3:
+                    await anyio.sleep(0.005)
+        assert (await ask(runtime, "job", Job()))["job"].seen == ("one", "two")
+        assert pid_of(runtime, "one") == one
 
 
 async def test_restarts_leave_no_descriptors_in_neighbours() -> None:
