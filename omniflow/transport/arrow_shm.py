@@ -274,8 +274,8 @@ class ArrowShmLink(Link):
                     descriptor = os.dup(slab.descriptor)
                 except OSError as error:
                     raise UnavailableError(f"memory cannot be shared with {self.peer}: {error.strerror}") from None
-                self._told.add(number)
                 self.send(SlabOpened(number, slab.size_bytes), (descriptor,))
+                self._told.add(number)
 
     def _fill(self, block: Block, encoded: Encoded) -> int:
         """Copy a value's buffers into a block, after its msgpack form where that is large; gives the length of that."""
@@ -369,7 +369,7 @@ class ArrowShmLink(Link):
                 self._receiver.on_message(self, message, descriptors)
 
     def _map(self, opened: SlabOpened, descriptors: Sequence[int]) -> None:
-        """Map a slab of the peer. Where this process may open no more files, its descriptor did not come."""
+        """Map a slab of the peer. Where no more descriptors are carried, or may be opened here, there is none."""
         with contextlib.suppress(OSError):
             for descriptor in descriptors:
                 self._mapped[opened.slab] = mmap.mmap(descriptor, opened.size_bytes, prot=mmap.PROT_READ)

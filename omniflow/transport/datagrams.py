@@ -8,6 +8,7 @@ messages.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import time
 from collections import deque
@@ -29,6 +30,9 @@ _FULL_BYTES = 64 * 1024
 """Messages that wait are sent once they fill so much of a datagram."""
 _LATE_S = 100e-6
 """In a turn that lasts, what it holds back leaves with the first message that comes so long after the last datagram."""
+
+_NO_MEMORY = errno.ENOBUFS, errno.ENOMEM
+"""What the kernel says where it has no memory for a datagram: there is no room for it now."""
 
 
 class Datagram(NamedTuple):
@@ -155,7 +159,7 @@ class DatagramWriter:
         data, num_messages, descriptors = datagram
         try:
             if descriptors:
-                socket.send_fds(self._socket, [data], list(descriptors))
+                self._send_with(data, descriptors)
             else:
                 self._socket.send(data)
         except (BlockingIOError, InterruptedError):
@@ -163,6 +167,21 @@ class DatagramWriter:
         except (BrokenPipeError, ConnectionResetError):
             # The end of file that follows tells the receiver, in order with what the peer sent before it died.
             self.is_refused = True
+        except OSError as error:
+            if error.errno not in _NO_MEMORY:
+                raise
+            return False
         close_all(descriptors)
         self.sent += num_messages
         return True
+
+    def _send_with(self, data: bytes, descriptors: Sequence[int]) -> None:
+        """Where the kernel carries no more descriptors (ETOOMANYREFS), the message goes without them: its receiver must
+        do without those that it may not open itself, too.
+        """
+        try:
+            socket.send_fds(self._socket, [data], list(descriptors))
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            self._socket.send(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import gc
 import os
@@ -717,6 +718,24 @@ async def test_a_receiver_that_can_open_no_file_more_is_told_and_gets_the_next(s
             await shm.at_b.news()
     assert [(request, error.kind) for _edge, request, error in shm.at_b.bad] == [(7, "UnavailableError")]
     del array
+    await shm.returned()
+    assert (await shm.there(np.full(FULL, 8, np.uint8)))[-1] == 8
+
+
+async def test_a_slab_whose_descriptor_could_not_be_carried_is_told_of_again(
+    shm: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_fds = socket.send_fds
+
+    def refuse_once(*_arguments: object) -> int:
+        monkeypatch.setattr(socket, "send_fds", send_fds)
+        raise OSError(errno.ETOOMANYREFS, "Too many references")
+
+    monkeypatch.setattr(socket, "send_fds", refuse_once)
+    await shm.send(np.zeros(FULL, np.uint8))
+    while not shm.at_b.bad:
+        await shm.at_b.news()
+    assert [(request, error.kind) for _edge, request, error in shm.at_b.bad] == [(7, "UnavailableError")]
     await shm.returned()
     assert (await shm.there(np.full(FULL, 8, np.uint8)))[-1] == 8
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import time
 from collections.abc import Iterator
@@ -166,3 +167,53 @@ async def test_the_end_of_a_peer_is_met_by_silence(pair: Pair) -> None:
     pair.link.send(Beat("", 0.0))
     await asyncio.sleep(0)
     assert pair.link.statistics().backlog == 0
+
+
+async def test_where_no_descriptor_can_be_carried_the_message_goes_without(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel counts those that are under way, of all processes of a user."""
+
+    def refuse(*_arguments: object) -> int:
+        raise OSError(errno.ETOOMANYREFS, "Too many references")
+
+    one, other = socket.socketpair()
+    number = 0
+    while pair.link.push():
+        number += 1
+        pair.link.send(Cancel(number))
+    pair.link.send(Connect("c"), (one.detach(),))
+    pair.link.send(Cancel(0))
+    monkeypatch.setattr(socket, "send_fds", refuse)
+    got: list[Message] = []
+    with anyio.fail_after(HANGS_S):
+        while Cancel(0) not in got:
+            got += [message for messages in pair.datagrams() for message in messages]
+            await asyncio.sleep(0)
+    assert got == [*(Cancel(each) for each in range(1, number + 1)), Connect("c"), Cancel(0)]
+    with other:
+        assert other.recv(1) == b"", "the descriptor is open"
+
+
+class Poor:
+    """A socket whose kernel has no memory for the next datagram."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._is_poor = True
+        self.fileno = connection.fileno
+
+    def send(self, data: bytes) -> int:
+        if self._is_poor:
+            self._is_poor = False
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+        return self._connection.send(data)
+
+
+async def test_what_the_kernel_has_no_memory_for_leaves_later(pair: Pair) -> None:
+    pair.link._writer._socket = Poor(pair.link._writer._socket)
+    for number in range(3):
+        pair.link.send(Cancel(number))
+    with anyio.fail_after(HANGS_S):
+        await pair.link.flushed()
+    assert [message for messages in pair.datagrams() for message in messages] == [Cancel(0), Cancel(1), Cancel(2)]
