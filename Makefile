@@ -10,6 +10,11 @@ GPU := .venv-gpu
 SGLANG ?= sglang
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# One for each SGLang that was asked for: another one is installed over it.
+GPU_INSTALLED := $(GPU)/.installed-$(subst =,-,$(SGLANG))
+# Debian without python3-venv has the module but not pip's wheel: there the system's pip brings pip into the environment.
+made = $(PYTHON) -m venv $(1) >/dev/null 2>&1 || \
+	{ $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install pip; }
 SOURCES := omniflow actors graphs tests bench docs
 
 .PHONY: help run test test-clients setup check format bench bench-peers gpu docs clean
@@ -51,12 +56,12 @@ bench: $(VENV)/.installed-dev ## measure: graphs, transports beside peers, engin
 	$(BIN)/python -m bench.http_cost --json bench/results/http_cost.json
 
 bench-peers: | $(VENV)/.made ## install what `make bench` compares with (.venv-bench); what cannot be had is left out
-	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@test -x $(PEERS)/bin/python || $(call made,$(PEERS))
 	@for peer in $$(cat bench/peers/requirements.txt); do \
 		$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt $$peer || \
 		echo "left out: $$peer"; done
 
-gpu: $(GPU)/.installed ## on a machine with GPUs: all tests and measurements that want them (ARGS="--list", SGLANG=sglang==0.5.17)
+gpu: $(GPU_INSTALLED) ## on a machine with GPUs: all tests and measurements that want them (ARGS="--list", SGLANG=sglang==0.5.17)
 	$(GPU)/bin/python -m bench.gpu.all $(ARGS)
 
 docs: $(VENV)/.installed-dev ## write what is generated: docs/config.md, the picture in README.md
@@ -77,26 +82,31 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/.made
 
 # Their own environment, because they ask for versions of each other's libraries. Without npm, its clients are left out.
 $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/npm/package.json
-	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@test -x $(CLIENTS)/bin/python || $(call made,$(CLIENTS))
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet -r tests/clients/requirements.txt
 	@! command -v npm >/dev/null || (cp tests/clients/npm/package.json $(CLIENTS)/ && npm install --silent --prefix $(CLIENTS))
 	@touch $@
 
-# Its own, because SGLang asks for one torch and one transformers exactly, built for GPUs.
-$(GPU)/.installed: pyproject.toml
+# Its own, because SGLang asks for one torch and one transformers exactly, built for GPUs. Triton compiles at run time
+# what launches its kernels: without a C compiler and Python.h that fails after all of SGLang was installed.
+$(GPU_INSTALLED): pyproject.toml
 	@command -v nvidia-smi >/dev/null || { echo "no GPU here (no nvidia-smi): SGLang, several GB, is not installed;" \
 		"on any machine $(BIN)/python -m bench.gpu.all --list shows what there is to run" >&2; exit 1; }
-	@test -x $(GPU)/bin/python || $(PYTHON) -m venv $(GPU)
+	@echo '#include <Python.h>' | $${CC:-cc} -E -o /dev/null \
+		-I "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')" - 2>/dev/null || \
+		{ echo "no C compiler here, or no Python.h: Triton needs both (on Debian: apt-get install gcc python3-dev)" >&2; exit 1; }
+	@test -x $(GPU)/bin/python || $(call made,$(GPU))
 	$(GPU)/bin/python -m pip --disable-pip-version-check install --editable ".[embedded,sglang]" "$(SGLANG)" \
 		pytest pytest-timeout hypothesis jsonschema nvidia-ml-py
-	@touch $@
+	@$(GPU)/bin/python -c "import torch; torch.zeros(1, device='cuda')" || \
+		{ echo "this torch cannot use the GPUs here: their driver may be too old for it (CUDA 13 wants 580)" >&2; exit 1; }
+	@rm -f $(GPU)/.installed*
+	@touch "$@"
 
-# Debian without python3-venv has the module but not pip's wheel: there the system's pip brings pip into .venv.
 $(VENV)/.made:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
 		{ echo "omniflow needs Python 3.11 or newer; $(PYTHON) is none: run make PYTHON=python3.11" >&2; exit 1; }
 	@echo "making $(VENV) with $(PYTHON) (the first time takes a few minutes: PyTorch is large)"
-	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || \
-		{ $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	@$(call made,$(VENV))
 	$(PIP) install --quiet --constraint constraints.txt --upgrade pip
 	@touch $@

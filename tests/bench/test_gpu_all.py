@@ -8,6 +8,8 @@ import itertools
 import json
 import os
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -180,6 +182,20 @@ def test_jobs_are_chosen_by_names_and_patterns_with_what_they_read() -> None:
     assert [each.name for each in chosen([], ["a.*"], jobs)] == ["b"]
     with pytest.raises(ValueError, match=r"no job is called c\.\*"):
         chosen(["c.*"], [], jobs)
+
+
+@pytest.mark.parametrize(("with_gpu", "said"), [(False, "no GPU here"), (True, "no C compiler here")])
+def test_make_gpu_installs_nothing_where_something_is_missing(tmp_path: Path, with_gpu: bool, said: str) -> None:
+    if with_gpu:
+        (tmp_path / "nvidia-smi").symlink_to("/bin/true")
+    elif shutil.which("nvidia-smi"):
+        pytest.skip("there is a GPU here")
+    (tmp_path / "pyproject.toml").touch()
+    found = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CC": "false"}
+    command = ["make", "-f", ROOT / "Makefile", "gpu", f"PYTHON={sys.executable}"]
+    made = subprocess.run(command, cwd=tmp_path, env=found, capture_output=True, text=True)
+    assert made.returncode != 0 and said in made.stderr
+    assert not (tmp_path / ".venv-gpu").exists()
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
