@@ -101,12 +101,12 @@ class DevicePool(BlockPool):
         self, limit_bytes: int, make: Callable[[int], DeviceMemory], memory: DeviceMemory | None = None
     ) -> None:
         super().__init__()
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes // DEVICE_ALIGNMENT * DEVICE_ALIGNMENT
         self.make = make
         self._memory = memory
         self._problem: str | None = None
         self._opening = anyio.Lock()
-        self._arena = Arena(limit_bytes)
+        self._arena = Arena(self.limit_bytes)
         # The slot free for longest is used next: a process that is being killed may still write its words.
         self._slots = deque(range(NUM_SLOTS))
         self._generations = [0] * NUM_SLOTS

@@ -16,6 +16,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 
@@ -65,6 +66,9 @@ class Slab:
 class BlockPool(ABC):
     """Memory in blocks, given out first come, first served. Belongs to the thread of the event loop."""
 
+    nothing_left: ClassVar[str] = "no memory for values can be had"
+    """What is said where there is no block, and none in use that could come back."""
+
     def __init__(self) -> None:
         self._waiters: deque[tuple[int, asyncio.Future[Block]]] = deque()
 
@@ -102,7 +106,7 @@ class BlockPool(ABC):
         if block is not None:
             return block
         if not self._waiters and not self.blocks_in_use:
-            raise _none_to_wait_for()
+            raise UnavailableError(self.nothing_left)
         waiter: asyncio.Future[Block] = asyncio.get_running_loop().create_future()
         self._waiters.append((size, waiter))
         try:
@@ -126,7 +130,7 @@ class BlockPool(ABC):
             elif self.blocks_in_use:
                 return
             else:
-                waiter.set_exception(_none_to_wait_for())
+                waiter.set_exception(UnavailableError(self.nothing_left))
             self._waiters.popleft()
 
 
@@ -135,6 +139,8 @@ class SlabPool(BlockPool):
 
     Only `allocate` may be called from other threads than the event loop's.
     """
+
+    nothing_left = "no shared memory can be had: are too many files open?"
 
     def __init__(self, limit_bytes: int, on_dropped: Callable[[int], None]) -> None:
         super().__init__()
@@ -283,10 +289,6 @@ class SlabPool(BlockPool):
 
     def _room(self) -> int:
         return self.limit_bytes - self.total_bytes
-
-
-def _none_to_wait_for() -> UnavailableError:
-    return UnavailableError("no shared memory can be had: are too many files open?")
 
 
 def _slot_bytes(slab: Slab) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from omniflow.errors import ProtocolError
 from omniflow.transport.device_pool import FILLED, NUM_SLOTS, DevicePool, reached
 
 pytest.importorskip("torch")
@@ -23,4 +24,15 @@ async def test_the_last_generation_of_a_slot_is_not_taken_for_the_first() -> Non
     assert not reached(words[block.slot, FILLED], block.generation)
     words[block.slot, FILLED] = block.generation
     assert reached(words[block.slot, FILLED], block.generation)
+    pool.close()
+
+
+async def test_what_a_pool_takes_fits_whatever_its_size() -> None:
+    """Blocks are multiples of 256 bytes."""
+    pool = DevicePool(2**20 + 100, host_memory.take)
+    await pool.open()
+    assert pool.limit_bytes == 2**20
+    assert pool.try_take(2**20 - 1) is not None
+    with pytest.raises(ProtocolError, match=f"{2**20 + 1} bytes do not fit"):
+        pool.try_take(2**20 + 1)
     pool.close()
