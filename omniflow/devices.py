@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import anyio
 import msgspec
 
-from omniflow.planner.plan import PlannedEdge, PlannedHost
+from omniflow.planner.plan import LANES, PlannedEdge, PlannedHost
 from omniflow.topology import Stage
 from omniflow.transport.cuda_driver import map_memory, take_memory
 from omniflow.transport.cuda_ipc import CudaIpcLane
@@ -23,8 +23,6 @@ NCCL_CHUNK = {"NCCL_P2P_NVL_CHUNKSIZE": "131072"}
 196 GB/s in a stream between two H200, and 274 in chunks of 128 KB (NCCL 2.28.9). Both ends want the same, and a process
 reads it once: every host has it from its start.
 """
-LANES = ("cuda_ipc", "nccl")
-"""Transports of edges whose tensors go by a lane."""
 
 
 class Gpus(msgspec.Struct, frozen=True):
@@ -36,7 +34,7 @@ class Gpus(msgspec.Struct, frozen=True):
 
     numbers: tuple[int, ...] = ()
     cap_bytes: int = 0
-    pool_bytes: int = 0
+    lane_bytes: int = 0
     ranks: int = 1
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -87,8 +85,8 @@ class Lanes:
             if edge.transport in LANES:
                 peer = edge.target_host if edge.source_host == name else edge.source_host
                 self._between.setdefault(peer, []).append(edge)
-        self._pool = DevicePool(gpus.pool_bytes, take_memory)
-        self._limit_bytes = gpus.pool_bytes
+        self._pool = DevicePool(gpus.lane_bytes, take_memory)
+        self._limit_bytes = gpus.lane_bytes
         self._lanes: dict[str, Lane] = {}
         self._made = anyio.Event()
         self._may_open = anyio.Event()

@@ -11,7 +11,7 @@ import msgspec
 from omniflow.config import RuntimeConfig
 from omniflow.errors import PlanError
 from omniflow.planner.cluster import Cluster
-from omniflow.planner.plan import FRONT, Plan, PlannedEdge, PlannedHost, Transport, share_of, shares_of
+from omniflow.planner.plan import FRONT, LANES, Plan, PlannedEdge, PlannedHost, Transport, share_of, shares_of
 from omniflow.topology import CLIENT, Edge, GraphSpec, Restart, Stage, type_name
 
 _CPU = ("cpu",)
@@ -272,7 +272,7 @@ def _with_pool(host: PlannedHost, edges: Iterable[PlannedEdge], config: RuntimeC
     memory of both ends.
     """
     size = config.device_pool_bytes
-    out = [edge for edge in edges if edge.source_host == host.name and edge.transport in ("cuda_ipc", "nccl")]
+    out = [edge for edge in edges if edge.source_host == host.name and edge.transport in LANES]
     own = any(edge.transport == "nccl" or not edge.far for edge in out)
     writers = {
         edge.source_host
@@ -320,7 +320,7 @@ def _planned_edge(
     return PlannedEdge(
         number, edge.kind, edge.source, edge.source_port, edge.target, edge.target_port, carried, bound, edge.loop,
         source, target, transport, reason, edge.policy,
-        transport in ("cuda_ipc", "nccl") and host_of[edge.source].devices[0] != host_of[edge.target].devices[0],
+        transport in LANES and host_of[edge.source].devices[0] != host_of[edge.target].devices[0],
     )  # fmt: skip
 
 
@@ -384,6 +384,3 @@ def may_hold_tensor(hint: object, _seen: frozenset[object] = frozenset()) -> boo
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
-
-
-__all__ = ["plan", "type_name"]

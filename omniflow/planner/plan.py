@@ -9,9 +9,11 @@ import msgspec
 
 from omniflow.mailbox import Policy
 from omniflow.planner.cluster import Cluster
-from omniflow.topology import CLIENT, GraphSpec, Restart, Route, Stage, parse_bytes, reachable_outputs, route, type_name
+from omniflow.topology import CLIENT, GraphSpec, Restart, Route, Stage, reachable_outputs, route, type_name
 
 Transport = Literal["local_object", "arrow_shm", "cuda_ipc", "nccl"]
+LANES: tuple[Transport, ...] = ("cuda_ipc", "nccl")
+"""Transports of edges whose tensors go by a lane, and stay on GPUs."""
 FRONT = "front"
 """The host that the runtime itself is: where requests enter and leave."""
 
@@ -197,4 +199,4 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
-__all__ = ["CLIENT", "FRONT", "Plan", "PlannedEdge", "PlannedHost", "Transport", "parse_bytes"]
+__all__ = ["CLIENT", "FRONT", "Plan", "PlannedEdge", "PlannedHost", "Transport"]
