@@ -59,7 +59,7 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="A setting: stage.field, runtime.x or server.x. Repeatable."),
 ]
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings from a TOML file.")]
-SingleProcess = Annotated[bool, typer.Option("--single-process", help="Run CPU stages in this process.")]
+SingleProcess = Annotated[bool, typer.Option("--single-process", help="Run all stages in this process, on the CPU.")]
 ClusterName = Annotated[
     str | None, typer.Option(metavar="NAME", help="Plan for cpu, 1xh200, 8xh200, ...; else for this machine.")
 ]

@@ -17,7 +17,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class Cluster(msgspec.Struct, frozen=True):
-    """One node. `single_process` keeps every CPU stage in the process of the runtime (tests, notebooks)."""
+    """One node. `single_process` keeps all stages in the process of the runtime (tests, notebooks): on the CPU."""
 
     name: str
     cpu_cores: int

@@ -60,6 +60,12 @@ def _place_devices(stages: list[Stage], cluster: Cluster) -> dict[str, tuple[str
             placed[stage.name] = _CPU
             continue
         chosen = _choose_gpus(stage, free, cluster)
+        if cluster.single_process:
+            raise PlanError(
+                f"all stages were to run in one process (single_process), and it runs on a GPU (device="
+                f"{stage.device!r}), in a process of its own; leave that out, or {_set_cpu(stage)}",
+                stage=stage.name,
+            )
         need = share_of(stage)
         for index in chosen:
             if need > free[index]:
@@ -94,10 +100,9 @@ def _choose_gpus(stage: Stage, free: list[int], cluster: Cluster) -> list[int]:
     if kind != "gpu" or (number and not number.isdigit()):
         raise PlanError(f"device {stage.device!r} is unknown; write cpu, gpu or gpu:0", stage=stage.name)
     if not cluster.gpus:
-        other = " and another engine" if stage.actor.refuses_cpu(stage.settings) is not None else ""
         raise PlanError(
             f"it wants a GPU (device={stage.device!r}), and cluster {cluster.name!r} has none; "
-            f"choose a profile for CPUs (--profile), or set {stage.name}.device=cpu{other} "
+            f"choose a profile for CPUs (--profile), or {_set_cpu(stage)} "
             "(`omniflow doctor` shows the GPUs of this machine)",
             stage=stage.name,
         )
@@ -111,12 +116,17 @@ def _choose_gpus(stage: Stage, free: list[int], cluster: Cluster) -> list[int]:
     return sorted(sorted(range(len(free)), key=lambda index: (-free[index], index))[: stage.tp])
 
 
+def _set_cpu(stage: Stage) -> str:
+    other = " and another engine" if stage.actor.refuses_cpu(stage.settings) is not None else ""
+    return f"set {stage.name}.device=cpu{other}"
+
+
 def _fuse(
     spec: GraphSpec, stages: list[Stage], devices: dict[str, tuple[str, ...]], cluster: Cluster
 ) -> list[tuple[list[Stage], str]]:
     """Group stages into hosts. A group is never split again, so order does not matter."""
-    inline = [stage for stage in stages if cluster.single_process and devices[stage.name] == _CPU]
-    stages = [stage for stage in stages if stage not in inline]
+    if cluster.single_process:
+        return [(stages, "one process was asked for")]
     anchors = [stage for stage in stages if _is_anchor(stage)]
     groups = {stage.name: [stage] for stage in anchors}
     reasons = {stage.name: _anchor_reason(stage, devices[stage.name]) for stage in anchors}
@@ -125,7 +135,7 @@ def _fuse(
     _fuse_on_gpu(spec, groups, reasons, home, devices, order)
     riders = [stage for stage in stages if stage.name not in home]
     _ride(spec, riders, groups, reasons, home)
-    result = [(inline, "one process was asked for")] if inline else []
+    result = []
     for name, group in groups.items():
         members = sorted(group, key=lambda stage: order[stage.name])
         light = [stage.name for stage in members if stage in riders]
@@ -237,7 +247,7 @@ def _weight(group: list[Stage]) -> int:
 def _host(group: list[Stage], why: str, devices: dict[str, tuple[str, ...]], cluster: Cluster) -> PlannedHost:
     anchors = [stage for stage in group if _is_anchor(stage)] or group
     used = tuple(sorted({device for stage in anchors for device in devices[stage.name]}, key=_by_number))
-    inline = cluster.single_process and used == _CPU
+    inline = cluster.single_process
     restart = next((stage.restart for stage in anchors if stage.restart is not None), Restart())
     name = max(anchors, key=lambda stage: stage.memory.total_bytes).name
     shares = [share_of(stage) for stage in group if stage.device != "cpu"]

@@ -218,17 +218,12 @@ def test_one_process_for_tests_and_notebooks() -> None:
     assert all("object itself" in edge.reason for edge in found.edges)
 
 
-def test_one_process_for_the_cpu_stages_beside_gpus() -> None:
+def test_one_process_is_none_for_a_gpu() -> None:
+    """The runtime's own process has no links to others that values of its stages could go by."""
     cluster = msgspec.structs.replace(cluster_named("1xh200"), single_process=True)
-    found = plan(chain(("a", Heavy, {}), ("b", Light, gpu()), ("c", Heavy, {}), ("d", Light, {})), cluster)
-    assert hosts(found) == {"main": ("a", "c", "d"), "b": ("b",)}
-    assert transports(found) == {
-        "client>a": "local_object",
-        "a>b": "arrow_shm",
-        "b>c": "arrow_shm",
-        "c>d": "local_object",
-        "d>client": "local_object",
-    }
+    assert hosts(plan(chain(("a", Heavy, {}), ("b", Light, {})), cluster)) == {"main": ("a", "b")}
+    with pytest.raises(PlanError, match=r"stage 'b': .*\(single_process\).* leave that out, or set b\.device=cpu"):
+        plan(chain(("a", Heavy, {}), ("b", Light, gpu())), cluster)
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
