@@ -13,7 +13,8 @@ import omniflow.engine.sglang_environment  # noqa: F401 - before SGLang
 # isort: split
 from sglang.srt.managers.io_struct import AbortReq
 
-from omniflow.engine.places import Places
+from omniflow.engine.places import PLAIN, Places
+from omniflow.engine.sglang_grammar import Held
 from omniflow.media import TokenLogprob
 
 
@@ -42,11 +43,18 @@ class Aside:
     `hidden` are those that are computed and not told.
     """
 
-    def __init__(self, places: Places, next_hidden: int | None, may_wait: bool = False) -> None:
+    def __init__(
+        self,
+        places: Places = PLAIN,
+        next_hidden: int | None = None,
+        may_wait: bool = False,
+        grammar: Held | None = None,
+    ) -> None:
         self.places = places
         self.next_hidden = next_hidden
         self.may_wait = may_wait
         """Its tokens may be told some at a time: nobody decides by each of them whether it goes on."""
+        self.grammar = grammar
         self.hidden: list[torch.Tensor] = []
 
     def told(self) -> torch.Tensor | None:

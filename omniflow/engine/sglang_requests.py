@@ -73,10 +73,8 @@ def submit(
         positional_embed_overrides=None if embeds is None else PositionalEmbeds(embeds, list(positions)),
         extra_key=extra_key,
     )
-    scheduler.outbox.asides[rid] = Aside(places, next_hidden, may_wait)
+    scheduler.outbox.asides[rid] = Aside(places, next_hidden, may_wait, held)
     scheduler.process_input_requests([request])
-    if held is not None:
-        scheduler.waiting_queue[-1].grammar = held
 
 
 def abort(scheduler: SteppedScheduler, rid: str) -> None:

@@ -162,9 +162,11 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         return progress
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
-        """As SGLang's. Whose memory is taken for others has got all of its tokens: it may wait long."""
+        """As SGLang's, with our grammars. Whose memory is taken for others has got all its tokens: it may wait long."""
         if is_retracted:
             self.outbox.tell([req])
+        else:
+            req.grammar = self.outbox.asides[req.rid].grammar
         super()._add_request_to_queue(req, is_retracted)
 
     def _drop_taken_back(self) -> None:

@@ -72,6 +72,16 @@ def test_answers_follow_their_schema_while_others_run_free(engine: SGLangEngine)
     assert engine.stats().kv_tokens_used == 0
 
 
+def test_whom_sglang_does_not_take_leaves_no_grammar_to_others(
+    engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = run(engine, [request("free", prompt(7), max_tokens=30)])["free"]
+    monkeypatch.setattr(engine._scheduler, "max_queued_requests", 1)
+    outputs = run(engine, [request("free", prompt(7), max_tokens=30), asked("held", grammar(SCHEMA))])
+    assert isinstance(outputs["held"][-1].error, ProtocolError)
+    assert ids_of(outputs["free"]) == ids_of(alone)
+
+
 def test_a_greedy_answer_is_that_of_the_reference(engine: SGLangEngine) -> None:
     reference = TransformersEngine(byte_llama(), grammars=Grammars(byte_tokenizer().to_str(), BYTES_VOCAB, [BYTES_END]))
     each = asked("g", grammar(SCHEMA), logit_bias=NO_BLANKS)
