@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import logging
+import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -188,6 +189,14 @@ def failure_of(stage: str, error: Exception) -> HostFailed:
     detail = "" if isinstance(error, OmniflowError) else "".join(traceback.format_exception(error))
     message = str(error) if isinstance(error, OmniflowError) else f"{type(error).__name__}: {error}"
     return HostFailed(stage, message[:_MAX_TEXT], detail[-2 * _MAX_TEXT :])
+
+
+def _is_of_gpu(error: Exception) -> bool:
+    """Whether it is an error of CUDA's, which most often all later calls of this process meet, too. Memory that is
+    full is none (torch.OutOfMemoryError), and torch before 2.8 has no type for it.
+    """
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, vars(torch).get("AcceleratorError", ()))
 
 
 class Host:
@@ -515,6 +524,8 @@ class Host:
         except Exception as error:  # a bug in `run` ends its own request only (docs/adr/0004)
             log.exception("stage %s failed for request %s", run.route.stage, visit.context.request_id)
             self._fail(visit, StageError(f"{type(error).__name__}: {error}", stage=run.route.stage))
+            if self.spec.gpus.numbers and _is_of_gpu(error):
+                self._break(run.route.stage, error)
         except asyncio.CancelledError:
             # Not ours, unless the request is over: `run` has awaited something that was cancelled.
             self._fail(visit, StageError("run() was cancelled from within", stage=run.route.stage))

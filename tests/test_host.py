@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+import torch
 
 from omniflow.actor import Actor
 from omniflow.engine.ranks import ALONE
@@ -25,6 +26,7 @@ from omniflow.messages import (
     Credit,
     End,
     Failure,
+    HostFailed,
     HostReady,
     Open,
     Shutdown,
@@ -33,7 +35,7 @@ from omniflow.messages import (
     Unconnected,
     Waiting,
 )
-from omniflow.planner import plan
+from omniflow.planner import Cluster, cluster_named, plan
 from omniflow.planner.plan import FRONT
 from omniflow.topology import Stage
 from omniflow.transport.local_object import LocalObjectLink, local_pair
@@ -50,8 +52,8 @@ pytestmark = pytest.mark.anyio
 class Around:
     """A host of the words graph, the runtime's end of its link, and the ends of the hosts beside it."""
 
-    def __init__(self, name: str, graph: Graph | None = None) -> None:
-        self.plan = plan((graph or words.build()).spec(), CPU)
+    def __init__(self, name: str, graph: Graph | None = None, cluster: Cluster = CPU) -> None:
+        self.plan = plan((graph or words.build()).spec(), cluster)
         self.host = Host(host_spec(self.plan, name, shm_bytes=2**20, beat_s=1))
         self.at_front = Inbox()
         self.front, self.its_front = local_pair(FRONT, name, self.at_front, self.host)
@@ -89,8 +91,8 @@ class Around:
 
 
 @asynccontextmanager
-async def around(name: str, graph: Graph | None = None) -> AsyncIterator[Around]:
-    found = Around(name, graph)
+async def around(name: str, graph: Graph | None = None, cluster: Cluster = CPU) -> AsyncIterator[Around]:
+    found = Around(name, graph, cluster)
     beside = dict(found.host.links)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(found.host.serve, found.its_front)
@@ -329,6 +331,33 @@ async def test_a_message_that_no_host_takes() -> None:
     async with around("count") as it:
         with pytest.raises(Exception, match="host count cannot take a Beat"):
             it.host.on_message(it.its_front, Beat("", 0.0), ())
+
+
+class Faulty(Actor):
+    """Meets an error of CUDA's for 'a', and full memory for anything else."""
+
+    heavy = True
+
+    async def run(self, line: Line) -> Line:
+        if line.text == "a":
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize(("device", "text", "dies"), [("gpu", "a", True), ("gpu", "b", False), ("cpu", "a", False)])
+async def test_a_host_does_not_outlive_its_gpus_context(device: str, text: str, dies: bool) -> None:
+    graph = Graph("faulty")
+    faulty = graph.stage("faulty", Faulty, device=device)
+    graph.input(line=faulty)
+    graph.output(line=faulty)
+    async with around("faulty", graph, cluster_named("1xh200")) as it:
+        it.open(1, "line")
+        it.front.send_item(it.edge("client", "faulty"), 1, 0, Line(text))
+        assert (await it.heard(Failure)).error.kind == "StageError"
+        await it.heard(Closed)
+        said = [message.message for message in it.at_front.messages if isinstance(message, HostFailed)]
+        assert said == (["AcceleratorError: CUDA error: device-side assert triggered"] if dies else [])
+        assert (it.host.broken, it.host.stopped.is_set()) == (dies, dies)
 
 
 class Stuck:
