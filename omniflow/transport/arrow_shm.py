@@ -158,9 +158,9 @@ class ArrowShmLink(Link):
 
     def _send_encoded(self, edge: int, request: int, seq: int, encoded: Encoded) -> Awaitable[None] | None:
         if self._writer.stuck_bytes < _STUCK_BYTES:
-            item = self._item(edge, request, seq, encoded, None)
-            if item is not None:
-                self._send_made(item, encoded)
+            blocks = self._blocks(encoded)
+            if blocks is not None:
+                self._send_made(self._item(edge, request, seq, encoded, blocks), encoded)
                 return None
         return self._send_later(edge, request, seq, encoded)
 
@@ -190,8 +190,8 @@ class ArrowShmLink(Link):
 
     async def _send_later(self, edge: int, request: int, seq: int, encoded: Encoded) -> None:
         await self.flushed()
-        item = None if self._closed else self._item(edge, request, seq, encoded, None)
-        if item is None and not self._closed:
+        blocks = None if self._closed else self._blocks(encoded)
+        if blocks is None and not self._closed:
             taken: list[Block] = []
             try:
                 if self._lane is not None and encoded.device:
@@ -200,11 +200,11 @@ class ArrowShmLink(Link):
                     taken.append(await self._memory.pool.take(_block_size(encoded)))
                 if not self._closed:
                     self._introduce(taken, encoded)
-                    item, taken = self._item(edge, request, seq, encoded, taken), []
+                    blocks, taken = taken, []
             finally:
                 self._give_back_all(taken)
-        if item is not None:
-            self._send_made(item, encoded)
+        if blocks is not None:
+            self._send_made(self._item(edge, request, seq, encoded, blocks), encoded)
 
     def _send_made(self, item: Item, encoded: Encoded) -> None:
         """The message first, then the device's work: the lane orders them, and the peer wakes up meanwhile."""
@@ -212,17 +212,11 @@ class ArrowShmLink(Link):
         if item.device is not None and self._lane is not None:
             self._lane.put(item.device, encoded.device)
 
-    def _item(self, edge: int, request: int, seq: int, encoded: Encoded, taken: Sequence[Block] | None) -> Item | None:
-        """The message for a value, its buffers on the host in place; None where all memory that it needs is in use.
-
-        `taken` are the blocks that were waited for, if any was.
-        """
+    def _item(self, edge: int, request: int, seq: int, encoded: Encoded, blocks: Sequence[Block]) -> Item:
+        """The message for a value, its buffers on the host in place; `blocks` are what `_blocks` says it needs."""
         body, size, loans = encoded.body, encoded.size, encoded.loans
-        found = self._blocks(encoded) if taken is None else taken
-        if found is None:
-            return None
-        block = next((each for each in found if each.slab != LANE_SLAB), None)
-        device = next((each for each in found if each.slab == LANE_SLAB), None)
+        block = next((each for each in blocks if each.slab != LANE_SLAB), None)
+        device = next((each for each in blocks if each.slab == LANE_SLAB), None)
         lent = tuple(loan.block for loan in loans)
         if block is not None:
             body_length = self._fill(block, encoded)
