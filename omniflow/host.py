@@ -349,7 +349,7 @@ class Host:
             else:  # its tensors were given to the GPU, and what comes of them on to other hosts
                 self.links[FRONT].send(Failure(request, died.info()))
         elif visit is not None:
-            if error.kind == UnavailableError.__name__:  # nobody's fault: this process may open no more files
+            if error.kind == UnavailableError.__name__:  # nobody's fault: no more files, or no memory
                 self._fail(visit, UnavailableError(error.message, stage=planned.source))
             elif planned.source == CLIENT:
                 self._fail(visit, InvalidInputError(error.message, param=planned.source_port))

@@ -18,7 +18,9 @@ class Receiver(Protocol):
         """A value arrived on an edge; buffers in it are read-only and stay valid as long as anybody holds them."""
 
     def on_bad_item(self, link: Link, edge: int, request: int, error: ErrorInfo) -> None:
-        """A value arrived that is not of its edge's type; or a part of one that was delivered already never will."""
+        """A value arrived that is not of its edge's type, or that there is no room for here; or a part of one that was
+        delivered already never will.
+        """
 
     def on_message(self, link: Link, message: Message, descriptors: Sequence[int]) -> None:
         """Anything else arrived; the receiver owns `descriptors`."""
