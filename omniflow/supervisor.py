@@ -478,6 +478,7 @@ class Supervisor:
     def _lose_by(self, child: Child, follower: Follower, code: int | None) -> None:
         """A follower is dead or about to be, and with it the host."""
         if child.link is not None and not self._stopping:
+            self._kill(child)  # the first rank may live, and send for as long as it is heard
             _hear_out(child.link)
             child.failure = follower.said
             self._lose(child, follower.said.message if follower.said else f"rank {follower.rank}: {_why(code)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import select
 import signal
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from omniflow.errors import StageDiedError, StartError
 from omniflow.planner import Cluster, Gpu
 from omniflow.runtime import Runtime
 from omniflow.supervisor import Child, Follower, Supervisor
+from omniflow.transport.base import Link
 
 from .chaos.scenes import gone_after, marked, program, up
 from .conftest import hosts_below
@@ -68,6 +70,26 @@ async def test_the_death_of_any_rank_is_the_death_of_the_stage(rank: int) -> Non
         assert not set(pids(runtime)) & set(before)
         assert await sung(runtime) == ["la"]
         assert runtime.status().stages[0].restarts == 1
+
+
+async def test_a_first_rank_that_lives_is_heard_out_once_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that goes on sending would hold up the event loop."""
+    hear_out = supervisor._hear_out
+    async with running(choir.build(), MACHINE) as runtime:
+        child = runtime._supervisor.children["sing"]
+        is_dead: list[bool] = []
+
+        def heard(link: Link) -> None:
+            is_dead.append(child.pidfd is None or bool(select.select([child.pidfd], [], [], 5.0)[0]))
+            hear_out(link)
+
+        monkeypatch.setattr(supervisor, "_hear_out", heard)
+        os.kill(pids(runtime)[RANKS - 1], signal.SIGKILL)
+        with anyio.fail_after(HANGS_S):
+            while not child.restarts:
+                await runtime._wait_change()
+        assert is_dead == [True]
+        await up_again(runtime)
 
 
 @pytest.mark.parametrize(("rank", "why"), [(0, "killed by SIGKILL"), (1, "its process is gone")])
