@@ -68,13 +68,16 @@ def llama_folder(size: str, folder: str) -> Path:
 
 def bare_round(scheduler: Any, asked: list[list[int]], tokens: int) -> dict[str, float]:
     """SGLang's loop: its scheduler, its streamer, messages into a list."""
-    from omniflow.engine.sglang_requests import Way, submit
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
-    way = Way(tokens)
+    from omniflow.engine.sglang_outbox import Aside
+
     first: dict[str, float] = {}
     begin = time.perf_counter()
     for number, ids in enumerate(asked):
-        submit(scheduler, f"{number:016x}", ids, way)
+        request = EngineRequest(id="", ids=ids, sampling=Sampling())
+        way = SamplingParams(max_new_tokens=tokens, temperature=0.0)
+        scheduler.submit(f"{number:016x}", request, way, Aside())
     while not scheduler.is_fully_idle():
         scheduler.step()
         now = time.perf_counter() - begin

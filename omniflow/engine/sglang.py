@@ -18,14 +18,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import torch
 
+import omniflow.engine.sglang_environment  # noqa: F401 - before SGLang
+
+# isort: split
+from sglang.srt.sampling.sampling_params import SamplingParams
+
 from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.checks import check_length, check_prompt, check_rows, refuse_not_finite, refuse_nothing
 from omniflow.engine.content import content_key
 from omniflow.engine.places import Places
 from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.sglang_grammar import Held
-from omniflow.engine.sglang_outbox import Progress
-from omniflow.engine.sglang_requests import Way, abort, submit
+from omniflow.engine.sglang_outbox import Aside, Progress
 from omniflow.engine.sglang_scheduler import SteppedScheduler
 from omniflow.engine.sglang_settings import server_settings
 from omniflow.engine.sglang_start import build, close
@@ -164,7 +168,7 @@ class SGLangEngine:
             self._aborted.append(request_id)
         elif request_id in self._running:
             self._running[request_id].aborted = True
-            abort(self._scheduler, self._running[request_id].rid)
+            self._scheduler.abort(self._running[request_id].rid)
 
     def has_work(self) -> bool:
         """True while `step` would do something; an open request that waits for input is no work."""
@@ -208,24 +212,20 @@ class SGLangEngine:
     def _hand_over(self, request: EngineRequest, held: Held | None) -> None:
         """Let SGLang have it. Raises nothing: engines that queue do this in a step, whose errors are all requests'."""
         running = Running(request, f"{next(self._names):016x}", held, self._decode)
-        places = Places(request.places, request.kinds)
-        submit(
-            self._scheduler,
-            running.rid,
-            request.ids,
-            self._way(request),
-            embeds=request.embeds,
-            positions=request.positions,
-            # A prompt whose hidden states are all asked for must be computed: it shares no cache entry with any other.
-            extra_key=running.rid if request.hidden == "all" else content_key(request, places),
-            top_logprobs=request.sampling.top_logprobs,
-            held=held,
-            places=places,
-            next_hidden={"all": 0, "last": len(request.ids) - 1, None: None}[request.hidden],
-            may_wait=running.is_plain and request.hidden is None,
-        )
+        aside = self._aside(request, running)
+        # A prompt whose hidden states are all asked for must be computed: it shares no cache entry with any other.
+        key = running.rid if request.hidden == "all" else content_key(request, aside.places)
+        self._scheduler.submit(running.rid, request, self._way(request), aside, key)
         self._running[request.id] = running
         self._ids[running.rid] = request.id
+
+    def _aside(self, request: EngineRequest, running: Running) -> Aside:
+        return Aside(
+            Places(request.places, request.kinds),
+            next_hidden={"all": 0, "last": len(request.ids) - 1, None: None}[request.hidden],
+            may_wait=running.is_plain and request.hidden is None,
+            grammar=running.held,
+        )
 
     def _held(self, request: EngineRequest) -> Held | None:
         if request.grammar is None:
@@ -234,9 +234,9 @@ class SGLangEngine:
             raise UnsupportedError("this engine was started without grammars", request_id=request.id)
         return Held(self._grammars.matcher(request.grammar), request.sampling.stop_token_ids)
 
-    def _way(self, request: EngineRequest) -> Way:
+    def _way(self, request: EngineRequest) -> SamplingParams:
         sampling = request.sampling
-        return Way(
+        return SamplingParams(
             max_new_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -269,7 +269,7 @@ class SGLangEngine:
         if reason is not None:
             self._forget(running)
             if progress.finish is None:
-                abort(self._scheduler, running.rid)
+                self._scheduler.abort(running.rid)
         if not ids and reason is None:
             return []
         error = error_of(running, progress) if reason == "abort" else None

@@ -16,18 +16,22 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+import omniflow.engine.sglang_environment  # noqa: F401 - before SGLang
+
+# isort: split
+from sglang.srt.sampling.sampling_params import SamplingParams
+
 from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.checks import refuse_text
 from omniflow.engine.decoder import DecoderLayer, DecoderShape
 from omniflow.engine.frames import FrameModel, knobs_of
-from omniflow.engine.heads import FrameHead, Knobs, frame_noise
+from omniflow.engine.heads import FrameHead, frame_noise
 from omniflow.engine.queue import RunQueue
-from omniflow.engine.sglang import Finish, SGLangEngine, error_of, finish_reason
+from omniflow.engine.sglang import Finish, Running, SGLangEngine, error_of, finish_reason
 from omniflow.engine.sglang_grammar import Held
 from omniflow.engine.sglang_models.frame_model import SETUP, STOP, FrameSetup, OmniflowFrameModel
-from omniflow.engine.sglang_outbox import Progress
+from omniflow.engine.sglang_outbox import Aside, Entrance, Progress
 from omniflow.engine.sglang_registry import register
-from omniflow.engine.sglang_requests import Way
 from omniflow.engine.sglang_scheduler import SteppedScheduler
 from omniflow.engine.sglang_settings import server_settings
 from omniflow.engine.sglang_start import build
@@ -37,13 +41,6 @@ MAX_STEPS = 4096
 """Of one request. Its noise for all of them lies on the GPU: 256 KiB of 16 codes."""
 OVERSHOOT = 2
 """KV slots that a request can hold beyond its last step: a batch is launched before the one before it is looked at."""
-
-
-class Entrance(NamedTuple):
-    """What the model must know of a request once it has a row."""
-
-    noise: torch.Tensor
-    knobs: Knobs
 
 
 class _Queued(NamedTuple):
@@ -57,8 +54,6 @@ class _Queued(NamedTuple):
 class FrameScheduler(SteppedScheduler):
     """A scheduler whose model makes frames; a progress carries those of its step."""
 
-    entrances: dict[str, Entrance]
-
     @property
     def model(self) -> OmniflowFrameModel:
         """The model that it runs."""
@@ -69,7 +64,9 @@ class FrameScheduler(SteppedScheduler):
         """As SGLang's, then takes the codes of the batch before the next one overwrites them."""
         if batch.forward_mode.is_extend():
             for req, row in zip(batch.reqs, batch.req_pool_indices_cpu.tolist(), strict=True):
-                self.model.enter(row, *self.entrances[req.rid])
+                entrance = self.outbox.asides[req.rid].entrance
+                assert entrance is not None
+                self.model.enter(row, *entrance)
         result = super().run_batch(batch, *args, **kwargs)
         if not self.enable_overlap:
             result.frames = self.model.codes[batch.req_pool_indices]
@@ -103,7 +100,6 @@ class SGLangFrameEngine(SGLangEngine):
         self, scheduler: FrameScheduler, *, max_running: int, max_waiting: int = 64, max_steps: int = MAX_STEPS
     ) -> None:
         super().__init__(scheduler, max_waiting=max_waiting, deterministic=True)
-        scheduler.entrances = {}
         self._max_steps = max_steps
         self._num_codes = scheduler.model.head.num_codes
         self._queue: RunQueue[_Queued] = RunQueue(
@@ -116,7 +112,6 @@ class SGLangFrameEngine(SGLangEngine):
         outputs = [EngineOutput(queued.id, (), "abort") for queued in self._queue.drop_aborted()]
         for queued in self._queue.admit():
             super()._hand_over(queued.request, None)
-            self._scheduler.entrances[self._running[queued.id].rid] = self._entrance(queued.request)
         return outputs + super().step()
 
     def abort(self, request_id: str) -> None:
@@ -166,9 +161,14 @@ class SGLangFrameEngine(SGLangEngine):
         noise = torch.from_numpy(frame_noise(seed, 0, self._steps(request), self._num_codes))
         return Entrance(noise, knobs_of(request, self._num_codes, torch.device("cpu")))
 
-    def _way(self, request: EngineRequest) -> Way:
+    def _aside(self, request: EngineRequest, running: Running) -> Aside:
+        aside = super()._aside(request, running)
+        aside.entrance = self._entrance(request)
+        return aside
+
+    def _way(self, request: EngineRequest) -> SamplingParams:
         """The head draws; what SGLang draws of its two tokens is the likelier one."""
-        return Way(self._steps(request), {STOP})
+        return SamplingParams(max_new_tokens=self._steps(request), stop_token_ids={STOP}, temperature=0.0)
 
     def _output(self, progress: Progress) -> list[EngineOutput]:
         request_id = self._ids.get(progress.rid)
@@ -181,7 +181,6 @@ class SGLangFrameEngine(SGLangEngine):
             reason = reason or finish_reason(progress.finish)
             self._forget(running)
             self._queue.end(next(queued for queued in self._queue.running if queued.id == request_id))
-            del self._scheduler.entrances[progress.rid]
         frames = None if stopped or not progress.ids else progress.frames
         error = error_of(running, progress) if reason == "abort" else None
         return [EngineOutput(request_id, (), reason, (), frames, error)]

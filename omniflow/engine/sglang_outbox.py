@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -16,6 +16,9 @@ from sglang.srt.managers.io_struct import AbortReq
 from omniflow.engine.places import PLAIN, Places
 from omniflow.engine.sglang_grammar import Held
 from omniflow.media import TokenLogprob
+
+if TYPE_CHECKING:
+    from omniflow.engine.heads import Knobs
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -37,6 +40,13 @@ which each 5 ms was 6 % of the steps' time; of one up to 0.1 ms, which each 5 ms
 """
 
 
+class Entrance(NamedTuple):
+    """What a model of frames must know of a request once it has a row."""
+
+    noise: torch.Tensor
+    knobs: Knobs
+
+
 class Aside:
     """What SGLang does not carry of a request: its `places`, and which input's hidden state is told next (None: none).
 
@@ -55,6 +65,7 @@ class Aside:
         self.may_wait = may_wait
         """Its tokens may be told some at a time: nobody decides by each of them whether it goes on."""
         self.grammar = grammar
+        self.entrance: Entrance | None = None
         self.hidden: list[torch.Tensor] = []
 
     def told(self) -> torch.Tensor | None:

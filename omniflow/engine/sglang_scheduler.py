@@ -6,9 +6,10 @@ No socket and no child process: what SGLang would send is put into a list (`sgla
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections import deque
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,12 +18,17 @@ import omniflow.engine.sglang_environment  # noqa: F401 - before SGLang
 # isort: split
 from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import DynamicGradMode, Scheduler
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from omniflow.engine.places import PLAIN
 from omniflow.engine.sglang_models.placed import PlacedModel
 from omniflow.engine.sglang_outbox import Aside, Outbox, Progress, spans, taken
+
+if TYPE_CHECKING:
+    from omniflow.engine.base import EngineRequest
 
 
 class SteppedScheduler(Scheduler):  # type: ignore[misc]
@@ -81,6 +87,35 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
             self.schedule_stream = self.device_module.Stream(priority=0)
         self._war_barrier_enabled = True
         torch.cuda.set_stream(self.schedule_stream)
+
+    def submit(
+        self, rid: str, request: EngineRequest, way: SamplingParams, aside: Aside, extra_key: str | None = None
+    ) -> None:
+        """Queue `request` as `rid`, its tokens drawn as `way` says. `extra_key` keeps it apart in the prefix cache."""
+        way.normalize(None)
+        top, embeds = request.sampling.top_logprobs, request.embeds
+        asked = TokenizedGenerateReqInput(
+            rid=rid,
+            input_text=None,
+            input_ids=array("q", request.ids),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=way,
+            return_logprob=top is not None,
+            logprob_start_len=-1,
+            top_logprobs_num=top or 0,
+            token_ids_logprob=None,
+            stream=True,
+            positional_embed_overrides=None if embeds is None else PositionalEmbeds(embeds, list(request.positions)),
+            extra_key=extra_key,
+        )
+        self.outbox.asides[rid] = aside
+        self.process_input_requests([asked])
+
+    def abort(self, rid: str) -> None:
+        """Let the request end at its next step. SGLang also aborts every request whose name begins with `rid`."""
+        self.process_input_requests([AbortReq(rid=rid)])
 
     def has_work(self) -> bool:
         """True while `step` would do something."""

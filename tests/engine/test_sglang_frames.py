@@ -208,14 +208,12 @@ def test_requests_wait_for_room_and_may_leave_at_any_time(engines: tuple[SGLangF
 
 def test_an_abort_that_nobody_asked_for_is_an_error(engines: tuple[SGLangFrameEngine, FrameEngine]) -> None:
     """Else half of a sentence would be spoken as a whole one."""
-    from sglang.srt.managers.io_struct import AbortReq
-
     engine, _ = engines
     for id in ("a", "b"):
         engine.start(ask(id, max_tokens=60, seed=2))
     engine.step()
     engine.abort("a")
-    engine._scheduler.process_input_requests([AbortReq(rid=engine._running["b"].rid)])
+    engine._scheduler.abort(engine._running["b"].rid)
     outputs = run(engine, [])
     assert (outputs["a"][-1].finish_reason, outputs["a"][-1].error) == ("abort", None)
     assert isinstance(outputs["b"][-1].error, ProtocolError)
