@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from omniflow.engine.grammar import Grammars
 
 Finish = Literal["stop", "length", "abort"]
+LEAST_TOP_P = 1e-6
+"""Of far less float32 makes 0, and of 0 SGLang's kernels the token 0. The likeliest of a million has as much."""
 
 
 class Running:
@@ -239,7 +241,7 @@ class SGLangEngine:
         return SamplingParams(
             max_new_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
-            top_p=sampling.top_p,
+            top_p=max(sampling.top_p, LEAST_TOP_P),
             top_k=sampling.top_k or -1,
             stop_token_ids=set(sampling.stop_token_ids),
             frequency_penalty=sampling.frequency_penalty,

@@ -283,6 +283,12 @@ def test_an_odd_value_is_refused_or_answered_and_the_next_request_works(engine: 
     assert_refused_or_answered(engine, option)
 
 
+def test_no_top_p_is_0_in_float32(engine: SGLangEngine) -> None:
+    """A GPU's kernel then draws the token 0, whatever the others are."""
+    found = [engine._way(request("p", prompt(5), top_p=top_p)).top_p for top_p in (5e-324, 1e-6, 0.3, 1.0)]
+    assert found == [1e-6, 1e-6, 0.3, 1.0]
+
+
 def test_embeddings_are_finite_as_the_model_has_them(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What float32 holds may be infinite in half precision."""
     rows = torch.full((1, HIDDEN), 1e5, device="cuda" if GPU else "cpu")
