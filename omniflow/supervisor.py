@@ -30,12 +30,13 @@ import msgspec
 import multiprocess
 import multiprocess.forkserver
 
+from omniflow.by_name import ByName
 from omniflow.config import RuntimeConfig
 from omniflow.devices import gpus_of
 from omniflow.engine.ranks import Ranks
 from omniflow.environment import environment
 from omniflow.errors import StartError
-from omniflow.host import host_spec, hot_window_s
+from omniflow.host import HostSpec, host_spec, hot_window_s
 from omniflow.messages import Beat, Connect, HostFailed, HostReady, Message, Shutdown, StageReady, Unconnected
 from omniflow.observer import Observe
 from omniflow.planner.plan import FRONT, Plan, PlannedHost
@@ -67,7 +68,7 @@ _UNTOLD = 255
 
 _IMPORT_HINT = (
     " before it could say why; see its traceback above (a script that starts a Runtime does it under "
-    "`if __name__ == '__main__':`, because each host imports the script)"
+    "`if __name__ == '__main__':`, and defines its actors and types above that: each host imports the script)"
 )
 
 
@@ -180,6 +181,7 @@ class Supervisor:
         self.children = {host.name: Child(host) for host in plan.hosts if host.process}
         self._tasks: anyio.abc.TaskGroup | None = None
         self._stopping = False
+        self._specs: dict[str, ByName] = {}
         self._wires: dict[frozenset[Child], Wire] = {}
         self._numbers = itertools.count()
         self._untold: dict[Any, anyio.Event] = {}
@@ -188,8 +190,12 @@ class Supervisor:
     # -- start -----------------------------------------------------------------------------------------------------
 
     async def start(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Start all hosts, in parallel; they report by `SupervisorEvents`."""
+        """Start all hosts, in parallel; they report by `SupervisorEvents`.
+
+        Raises StartError where no host could be.
+        """
         self._uvloop = runs_on_uvloop(self._config)
+        self._specs = {name: ByName(self._spec_of(child.host)) for name, child in self.children.items()}
         self._tasks = tasks
         if any(child.host.start_method == "forkserver" for child in self.children.values()):
             _start_forkserver(self._preload())
@@ -284,7 +290,7 @@ class Supervisor:
             stage = next(stage for stage in map(self._plan.graph.stage, host.stages) if stage.tp > 1)
             (lifeline, its_lifeline), (words, its_words) = pipes.one_way(), pipes.one_way()
             told = (pipes.ranks(rank), its_lifeline, its_words)
-            arguments = (host.name, stage, gpus, os.getpid(), log.getEffectiveLevel(), *told)
+            arguments = (host.name, ByName(stage), gpus, os.getpid(), log.getEffectiveLevel(), *told)
             context = multiprocess.get_context(host.start_method)
             process = context.Process(target=follower_main, args=arguments, name=f"{host.name}:{rank}", daemon=True)
             with environment(gpus.environment(os.environ)):
@@ -298,8 +304,14 @@ class Supervisor:
     def _process_of(
         self, host: PlannedHost, connection: socket.socket, ranks: Ranks, lifeline: Connection | None
     ) -> Any:
+        parent = os.getpid() if host.start_method == "spawn" else 0
+        arguments = (self._specs[host.name], connection, parent, log.getEffectiveLevel(), ranks, lifeline)
+        context = multiprocess.get_context(host.start_method)
+        return context.Process(target=host_main, args=arguments, name=host.name, daemon=True)
+
+    def _spec_of(self, host: PlannedHost) -> HostSpec:
         config = self._config
-        spec = host_spec(
+        return host_spec(
             self._plan,
             host.name,
             shm_bytes=config.shm_bytes,
@@ -308,10 +320,6 @@ class Supervisor:
             hot_window_s=hot_window_s(self._plan, config),
             uvloop=self._uvloop,
         )
-        parent = os.getpid() if host.start_method == "spawn" else 0
-        arguments = (spec, connection, parent, log.getEffectiveLevel(), ranks, lifeline)
-        context = multiprocess.get_context(host.start_method)
-        return context.Process(target=host_main, args=arguments, name=host.name, daemon=True)
 
     def _connect_peers(self, child: Child) -> None:
         """Give the new process a fresh socket to each running host that it shares an edge with."""
