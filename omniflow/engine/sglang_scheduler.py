@@ -6,6 +6,7 @@ No socket and no child process: what SGLang would send is put into a list (`sgla
 from __future__ import annotations
 
 import contextlib
+import threading
 from array import array
 from collections import deque
 from types import SimpleNamespace
@@ -80,13 +81,18 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         """What SGLang does before its own loop; call it once, in the thread that will call `step`."""
         self.result_queue: deque[tuple[Any, Any]] = deque()
         self.model_config.hf_eos_token_id = set()  # a request says itself which tokens end it
-        if self.device == "cpu":
-            return
-        self.schedule_stream = self.device_module.Stream(priority=0)
-        while self.schedule_stream.cuda_stream == self.forward_stream.cuda_stream:  # from a pool of 32
+        if self.device != "cpu":
             self.schedule_stream = self.device_module.Stream(priority=0)
-        self._war_barrier_enabled = True
-        torch.cuda.set_stream(self.schedule_stream)
+            while self.schedule_stream.cuda_stream == self.forward_stream.cuda_stream:  # from a pool of 32
+                self.schedule_stream = self.device_module.Stream(priority=0)
+            self._war_barrier_enabled = True
+        self.step_here()
+
+    def step_here(self) -> None:
+        """Let it be the calling thread that calls `step`: on a GPU its work goes to our stream from now on."""
+        self._thread = threading.get_ident()
+        if self.device != "cpu":
+            torch.cuda.set_stream(self.schedule_stream)
 
     def submit(
         self, rid: str, request: EngineRequest, way: SamplingParams, aside: Aside, extra_key: str | None = None
@@ -179,6 +185,9 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
     @DynamicGradMode()  # type: ignore[untyped-decorator]
     def step(self) -> list[Progress]:
         """Run one batch; what requests got by it, or by the batch before it."""
+        if threading.get_ident() != self._thread:
+            # Its work would go to another stream, for which that of the model does not wait.
+            raise RuntimeError("an engine is stepped by the thread that has built it")
         if _needs_last_tokens(self.running_batch) or _needs_last_tokens(self.last_batch):
             self._process_pending()
         plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)

@@ -332,7 +332,10 @@ async def test_the_loop_drives_it_and_a_reader_that_leaves_aborts(
     engine: SGLangEngine, reference: TransformersEngine
 ) -> None:
     class Kept:
-        """`engine` without its `close`: the other tests need it. Only the loop's thread may step it."""
+        """`engine` without its `close`, stepped by the loop's thread: the other tests need it."""
+
+        def __init__(self) -> None:
+            engine._scheduler.step_here()
 
         def __getattr__(self, name: str) -> object:
             return (lambda: None) if name == "close" else getattr(engine, name)
@@ -345,7 +348,10 @@ async def test_the_loop_drives_it_and_a_reader_that_leaves_aborts(
     assert_same(ours, run(reference, [asked])["loop"])
     async with loop.generate(request("left", prompt(12), max_tokens=200)) as outputs:
         await outputs.__anext__()
+    with pytest.raises(RuntimeError, match="the thread that has built it"):
+        engine.step()
     await loop.close()
+    engine._scheduler.step_here()
     drain(engine)
     assert engine.stats().kv_tokens_used == 0
 
