@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from omniflow.engine.base import EngineOutput, EngineRequest
-from omniflow.engine.places import Places
+from omniflow.engine.places import places_of
 from omniflow.engine.sampling import Sampler, tokens_of
 from omniflow.engine.stops import Decode, StopStrings
 
@@ -77,7 +77,7 @@ class Row:
         self.generated: list[int] = []
         self.computed = 0
         self.cache = KeyValues(num_layers, capacity)
-        self._inputs = Places(request.places, request.kinds)
+        self._inputs = places_of(request)
         self.asks_hidden = request.hidden
         self._hidden: list[torch.Tensor] = []
         """Hidden states that are computed and not told: [n, hidden] each."""

@@ -26,7 +26,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.checks import check_length, check_prompt, check_rows, refuse_not_finite, refuse_nothing
 from omniflow.engine.content import content_key
-from omniflow.engine.places import Places
+from omniflow.engine.places import places_of
 from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.sglang_grammar import Held
 from omniflow.engine.sglang_outbox import Aside, Progress
@@ -223,7 +223,7 @@ class SGLangEngine:
 
     def _aside(self, request: EngineRequest, running: Running) -> Aside:
         return Aside(
-            Places(request.places, request.kinds),
+            places_of(request),
             next_hidden={"all": 0, "last": len(request.ids) - 1, None: None}[request.hidden],
             may_wait=running.is_plain and request.hidden is None,
             grammar=running.held,
