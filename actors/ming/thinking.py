@@ -13,7 +13,7 @@ class MingThinker(Thinker):
     """Ming-flash-omni's thinker (BailingMoeV2): a `Thinker` whose prompts have rows of sound and sight.
 
     `model` is a whole checkpoint, of which the other parts are left where they are. The engine transformers is the
-    reference; it takes the weights in float32, 4 bytes each. SGLang reads short texts as CUDA graphs.
+    reference; it takes the weights in float32, 4 bytes each. SGLang on one GPU reads short texts as CUDA graphs.
     """
 
     preload = ("torch", "omniflow.engine.transformers", "actors.ming.thinker_model")

@@ -73,7 +73,7 @@ ROWS = (
     test("ming_graphs", "tests/actors/ming/test_thinker_sglang_graphs.py", 80, "the same with texts as CUDA graphs"),
     test("ming_graphs_16", "tests/actors/ming/test_thinker_sglang_graphs_gpu.py", 40, "those graphs in bfloat16"),
     test("ranks", "tests/engine/test_sglang_group.py", 110, "tp=2 answers as one; after each kill too", gpus="2"),
-    test("ming_ranks", "tests/actors/ming/test_thinker_sglang_group.py", 100, "Ming's thinker on two GPUs", gpus="2"),
+    test("ming_ranks", "tests/actors/ming/test_thinker_sglang_group.py", 50, "Ming's thinker on two GPUs", gpus="2"),
     Job(
         "tp.equal",
         "python -m bench.gpu.tp equal --json {json}",

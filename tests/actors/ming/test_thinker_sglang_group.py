@@ -30,10 +30,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("prompt_graphs", [False, True] if NUM_GPUS else [False])
-def test_two_ranks_answer_as_the_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt_graphs: bool
-) -> None:
+def test_two_ranks_answer_as_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from actors.ming.thinker_sglang import load_sglang_thinker
 
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")
@@ -44,7 +41,6 @@ def test_two_ranks_answer_as_the_reference(
         "kv_tokens": 1024,
         "max_running": 6,
         "chunked_prefill_size": 64,
-        "prompt_graphs": prompt_graphs,
     }
     context = multiprocess.get_context("spawn")
     ours, theirs = context.Pipe()
