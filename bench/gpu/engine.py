@@ -5,7 +5,7 @@
     steps    where the time of a step goes on the actor's way: SGLang, our engine around it, our loop, and the readers
 
 Weights are random, bf16, but those of `--sizes smollm2` (with `--smollm2 FOLDER`). Every figure is the median of
-`--rounds`; ratios are those of rounds that were next to each other, as quartiles.
+`--rounds`; ratios, and what is added to a first token, are of rounds that were next to each other, as quartiles.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import operator
 import statistics
 import tempfile
 import time
@@ -155,13 +156,19 @@ class Rounds:
 
 async def compare(turns: Turns, size: str, arguments: argparse.Namespace, report: Report) -> None:
     alone = await turns.take(1, 4, 5 * arguments.rounds)
-    firsts = {name: medians(rows)["ttft_ms"] for name, rows in alone.items()}
-    report.add({"ttft_alone_ms": firsts | {"added": firsts["actor"] - firsts["bare"]}}, size)
+    firsts: dict[str, Any] = {name: medians(rows)["ttft_ms"] for name, rows in alone.items()}
+    report.add({"ttft_alone_ms": firsts | {"added": added_ms(alone)}}, size)
     for batch in arguments.batches:
         rounds = await turns.take(batch, arguments.tokens, arguments.rounds)
         ours, others = rounds["actor"], {name: rows for name, rows in rounds.items() if name != "actor"}
         ratios = {name: quartiles(ours, rows, "tokens_per_s") for name, rows in others.items()}
-        report.add({name: medians(rows) for name, rows in rounds.items()} | {"actor over": ratios}, size, str(batch))
+        found = {name: medians(rows) for name, rows in rounds.items()}
+        report.add(found | {"actor over": ratios, "added_ttft_ms": added_ms(rounds)}, size, str(batch))
+
+
+def added_ms(rounds: dict[str, list[dict[str, float]]]) -> list[float]:
+    """What the actor's way adds to the bare loop's first token, in rounds next to each other: quartiles."""
+    return quartiles(rounds["actor"], rounds["bare"], "ttft_ms", operator.sub)
 
 
 async def loop_of(model: dict[str, Any], arguments: argparse.Namespace) -> tuple[EngineLoop, Any]:

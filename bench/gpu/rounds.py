@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import statistics
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -60,7 +61,15 @@ class Turns:
         return {name: rows[1:] for name, rows in found.items()}
 
 
-def quartiles(of: list[dict[str, float]], over: list[dict[str, float]], metric: str) -> list[float]:
-    """Of the ratios of rounds that were next to each other: lower, median, upper. At least two rounds."""
-    ratios = [a[metric] / b[metric] for a, b in zip(of, over, strict=True)]
-    return [round(value, 4) for value in statistics.quantiles(ratios, n=4, method="inclusive")]
+def quartiles(
+    of: list[dict[str, float]],
+    beside: list[dict[str, float]],
+    metric: str,
+    compare: Callable[[float, float], float] = operator.truediv,
+) -> list[float]:
+    """Of the ratios of rounds that were next to each other: lower, median, upper. At least two rounds.
+
+    `compare` is another way than their ratio: `operator.sub` is their difference.
+    """
+    values = [compare(a[metric], b[metric]) for a, b in zip(of, beside, strict=True)]
+    return [round(value, 4) for value in statistics.quantiles(values, n=4, method="inclusive")]

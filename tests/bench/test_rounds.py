@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def test_ratios_are_those_of_rounds_next_to_each_other() -> None:
     ours = [{"tokens_per_s": 98.0 * speed} for speed in slow_machine]
     theirs = [{"tokens_per_s": 100.0 * speed} for speed in slow_machine]
     assert quartiles(ours, theirs, "tokens_per_s") == [0.98, 0.98, 0.98]
+    assert quartiles(ours, theirs, "tokens_per_s", operator.sub) == [-4.0, -2.0, -2.0]
 
 
 def test_no_two_rounds_have_a_prompt_in_common() -> None:
