@@ -443,6 +443,20 @@ async def test_a_lane_that_is_cancelled_as_memory_is_offered_closes_descriptors(
     ends.close()
 
 
+async def assert_goes_through_the_host(kind: str, problem: str) -> None:
+    """The lane does not open, for that reason, and what it was for arrives all the same."""
+    ends = Ends(kind, 2**20)
+    async with anyio.create_task_group() as tasks:
+        for lane, link in ((ends.lane_a, ends.a), (ends.lane_b, ends.b)):
+            tasks.start_soon(lane.serve, link)
+        with anyio.fail_after(HANGS_S):
+            await ends.lane_a.settled()
+            await ends.lane_b.settled()
+        assert ends.lane_a.problem == problem
+        assert_mixed(await ends.there(mixed()), mixed())
+        ends.close()
+
+
 @pytest.mark.parametrize("kind", ["cuda_ipc", "cuda_ipc of another GPU"])
 @pytest.mark.parametrize("arrived", [0, 1])
 async def test_where_descriptors_of_memory_are_lost_tensors_go_through_the_host(
@@ -457,16 +471,7 @@ async def test_where_descriptors_of_memory_are_lost_tensors_go_through_the_host(
         deliver(link, message, descriptors[:arrived])
 
     monkeypatch.setattr(ArrowShmLink, "_deliver_to_lane", lose)
-    ends = Ends(kind, 2**20)
-    async with anyio.create_task_group() as tasks:
-        for lane, link in ((ends.lane_a, ends.a), (ends.lane_b, ends.b)):
-            tasks.start_soon(lane.serve, link)
-        with anyio.fail_after(HANGS_S):
-            await ends.lane_a.settled()
-            await ends.lane_b.settled()
-        assert ends.lane_a.problem == "the descriptors of its memory did not arrive: are too many files open?"
-        assert_mixed(await ends.there(mixed()), mixed())
-        ends.close()
+    await assert_goes_through_the_host(kind, "the descriptors of its memory did not arrive: are too many files open?")
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "cuda_ipc of another GPU"])
@@ -478,16 +483,7 @@ async def test_where_memory_cannot_have_its_descriptors_tensors_go_through_the_h
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(HostMemory if what == "descriptors" else host_memory, what, fail)
-    ends = Ends(kind, 2**20)
-    async with anyio.create_task_group() as tasks:
-        for lane, link in ((ends.lane_a, ends.a), (ends.lane_b, ends.b)):
-            tasks.start_soon(lane.serve, link)
-        with anyio.fail_after(HANGS_S):
-            await ends.lane_a.settled()
-            await ends.lane_b.settled()
-        assert ends.lane_a.problem == "[Errno 24] Too many open files"
-        assert_mixed(await ends.there(mixed()), mixed())
-        ends.close()
+    await assert_goes_through_the_host(kind, "[Errno 24] Too many open files")
 
 
 async def test_the_next_communicator_works_after_a_death() -> None:
