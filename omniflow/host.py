@@ -192,9 +192,12 @@ def failure_of(stage: str, error: Exception) -> HostFailed:
 
 
 def _is_of_gpu(error: Exception) -> bool:
-    """Whether it is an error of CUDA's, which most often all later calls of this process meet, too. Memory that is
-    full is none (torch.OutOfMemoryError), and torch before 2.8 has no type for it.
+    """Whether it is an error of CUDA's, which most often all later calls of this process meet, too; also where a task
+    group of the actor's raised it. Memory that is full is none (torch.OutOfMemoryError), and torch before 2.8 has no
+    type for it.
     """
+    if isinstance(error, ExceptionGroup):
+        return any(map(_is_of_gpu, error.exceptions))
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, vars(torch).get("AcceleratorError", ()))
 

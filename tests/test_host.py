@@ -334,17 +334,23 @@ async def test_a_message_that_no_host_takes() -> None:
 
 
 class Faulty(Actor):
-    """Meets an error of CUDA's for 'a', and full memory for anything else."""
+    """Meets an error of CUDA's for 'a', in a task group for 'b', and full memory for anything else."""
 
     heavy = True
 
     async def run(self, line: Line) -> Line:
+        error = torch.AcceleratorError("CUDA error: device-side assert triggered")
         if line.text == "a":
-            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+            raise error
+        if line.text == "b":
+            raise ExceptionGroup("tasks", [ValueError(), ExceptionGroup("more", [error])])
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-@pytest.mark.parametrize(("device", "text", "dies"), [("gpu", "a", True), ("gpu", "b", False), ("cpu", "a", False)])
+@pytest.mark.parametrize(
+    ("device", "text", "dies"),
+    [("gpu", "a", True), ("gpu", "b", True), ("gpu", "c", False), ("cpu", "a", False), ("cpu", "b", False)],
+)
 async def test_a_host_does_not_outlive_its_gpus_context(device: str, text: str, dies: bool) -> None:
     graph = Graph("faulty")
     faulty = graph.stage("faulty", Faulty, device=device)
@@ -356,7 +362,10 @@ async def test_a_host_does_not_outlive_its_gpus_context(device: str, text: str, 
         assert (await it.heard(Failure)).error.kind == "StageError"
         await it.heard(Closed)
         said = [message.message for message in it.at_front.messages if isinstance(message, HostFailed)]
-        assert said == (["AcceleratorError: CUDA error: device-side assert triggered"] if dies else [])
+        what = "AcceleratorError: CUDA error: device-side assert triggered"
+        if text == "b":
+            what = "ExceptionGroup: tasks (2 sub-exceptions)"
+        assert said == ([what] if dies else [])
         assert (it.host.broken, it.host.stopped.is_set()) == (dies, dies)
 
 
