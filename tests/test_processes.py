@@ -39,7 +39,7 @@ from omniflow.errors import (
 )
 from omniflow.graph import Restart
 from omniflow.media import Options, TextDelta, Tool
-from omniflow.messages import MAX_OPTIONS_BYTES, MAX_REQUEST_ID_CHARS
+from omniflow.messages import MAX_OPTIONS_BYTES, MAX_REQUEST_ID_CHARS, Unconnected
 from omniflow.runtime import Runtime, StageStatus
 from omniflow.telemetry import Metrics
 from omniflow.transport.arrow_shm import socket_pair
@@ -50,7 +50,7 @@ from .graphs import row, tally, words
 from .graphs.row import Job
 from .graphs.words import Line
 from .running import CPU, pid_of, running, settled, unstarted, up_again
-from .waiting import HANGS_S
+from .waiting import HANGS_S, until
 
 AGAIN = Restart("one_for_one", backoff_s=0.01)
 
@@ -697,6 +697,21 @@ async def test_a_neighbour_that_stays_unable_to_open_files_is_restarted(
         await up_again(runtime)
         assert len((await ask(runtime, "line", Line("a b?")))["audio"]) == 2
         assert "host shout died: it cannot be connected to 'echo': it may open no more files" in caplog.text
+
+
+async def test_a_socket_is_not_given_again_where_there_is_another_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_CONNECT_AGAIN_S", 0.001)
+    async with running(words.build(), CPU) as runtime:
+        its = runtime._supervisor
+        pair = frozenset((its.children["echo"], its.children["shout"]))
+        first, last = its._wires[pair], max(wire.number for wire in its._wires.values())
+        for one, peer in (("shout", "echo"), ("echo", "shout")):  # neither could take its end
+            its.heard(one, Unconnected(peer, first.number))
+        await until(lambda: its._wires[pair] != first)
+        its.heard("shout", Unconnected("echo", first.number))
+        await anyio.sleep(0.02)
+        assert its._wires[pair] == (last + 1, 2)
+        assert len((await ask(runtime, "line", Line("a b?")))["audio"]) == 2
 
 
 async def test_a_runtime_that_cannot_open_a_socket_for_two_hosts_starts_one_again(

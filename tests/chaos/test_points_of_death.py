@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import msgspec
 import multiprocess.forkserver
 import pytest
 
@@ -160,7 +161,7 @@ async def test_a_fork_server_that_hangs(then: str, monkeypatch: pytest.MonkeyPat
     """It imports from a disk that does not answer, say: it is killed when the time to start is over, or to stop."""
     if then == "stop":
         monkeypatch.setattr(supervisor, "_KILL_AFTER_S", 0.1)
-    runtime = unstarted(perils.build(), CPU, start_timeout_s=100.0 if then == "stop" else 1.0)
+    runtime = unstarted(perils.build(), CPU, start_timeout_s=1.0 if then == "start" else 100.0)
     if then == "start":
         hold_up_the_fork_server()
         with pytest.raises(StartError, match="not ready after 1 s"):
@@ -168,6 +169,8 @@ async def test_a_fork_server_that_hangs(then: str, monkeypatch: pytest.MonkeyPat
         return
     async with runtime:
         server = hold_up_the_fork_server()
+        if then == "restart":
+            hurry_once(runtime._supervisor, monkeypatch)
         await kill(runtime, "hold")
         if then == "restart":
             await until(lambda: multiprocess.forkserver._forkserver._forkserver_pid != server)
@@ -182,6 +185,18 @@ def hold_up_the_fork_server() -> int:
     server: int = multiprocess.forkserver._forkserver._forkserver_pid
     os.kill(server, signal.SIGSTOP)
     return server
+
+
+def hurry_once(its: supervisor.Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts may take 0.1 s to be forked until the fork server is killed for it, and then as long as before."""
+    before, kill_forkserver = its._config, supervisor._kill_forkserver
+
+    def kill_late() -> None:
+        its._config = before
+        kill_forkserver()
+
+    monkeypatch.setattr(supervisor, "_kill_forkserver", kill_late)
+    its._config = msgspec.structs.replace(before, start_timeout_s=0.1)
 
 
 def children_of(pid: int) -> set[int]:
