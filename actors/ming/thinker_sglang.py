@@ -14,27 +14,22 @@ import msgspec
 os.environ.setdefault("SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK", "1")
 
 from actors.ming.config import Thinker
-from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.engine.sglang import SGLangEngine, load_engine
 from omniflow.engine.sglang_registry import register
 from omniflow.errors import StartError
 
 
-def load_sglang_thinker(
-    folder: Path, *, max_running: int = 8, prompt_graphs: bool = True, ranks: Ranks = ALONE, **settings: Any
-) -> SGLangEngine:
+def load_sglang_thinker(folder: Path, *, max_running: int = 8, **settings: Any) -> SGLangEngine:
     """An engine on the thinker of the checkpoint in `folder`; call it in the thread that will call `step`.
 
     Its requests may have `places` and `kinds` (`actors.ming.prompt.places`, TEXT, IMAGE, AUDIO). `settings` are those
-    of `omniflow.engine.sglang.load_engine`; `dtype` auto is bfloat16 where the checkpoint does not say. With
-    `prompt_graphs` one GPU reads short texts as CUDA graphs, and batches with an image or audio never; several GPUs
-    have none. Raises WeightsError.
+    of `omniflow.engine.sglang.load_engine`; `dtype` auto is bfloat16 where the checkpoint does not say. Of its
+    `prompt_graphs` a batch with an image or audio in it has none. Raises WeightsError.
     """
     register("actors.ming.sglang_model")
     with tempfile.TemporaryDirectory() as shown:
         show_thinker(folder, Path(shown), max_running + 1)
-        graphs = prompt_graphs and ranks.size == 1  # two GPUs did not come to the end of a test with them
-        return load_engine(Path(shown), max_running=max_running, prompt_graphs=graphs, ranks=ranks, **settings)
+        return load_engine(Path(shown), max_running=max_running, **settings)
 
 
 def show_thinker(folder: Path, shown: Path, num_rows: int) -> None:

@@ -23,6 +23,8 @@ class MingThinker(Thinker):
         if self._engine == "sglang":
             from actors.ming.thinker_sglang import load_sglang_thinker
 
+            # Several GPUs have been seen to answer right launch by launch alone.
+            graphs = self._sglang["prompt_graphs"] and self.ranks.size == 1
             return load_sglang_thinker(
                 folder,
                 decode=decode,
@@ -32,7 +34,7 @@ class MingThinker(Thinker):
                 gather_s=GATHER_S,
                 ranks=self.ranks,
                 **self._limits,
-                **self._sglang,
+                **self._sglang | {"prompt_graphs": graphs},
             )
         import torch
 

@@ -42,6 +42,7 @@ PYTEST = "python -m pytest -q -p no:cacheprovider -W ignore"
 ENGINE = "python -m bench.gpu.engine"
 MING = "python -m bench.gpu.ming"
 MEDIA = "python -m bench.gpu.ming_media"
+MING_RANKS = "tests/actors/ming/test_thinker_sglang_group.py"
 
 
 def test(name: str, files: str, seconds: int, shows: str, *, gpus: Literal["1", "2"] = "1", timed: bool = False) -> Job:
@@ -73,7 +74,8 @@ ROWS = (
     test("ming_graphs", "tests/actors/ming/test_thinker_sglang_graphs.py", 80, "the same with texts as CUDA graphs"),
     test("ming_graphs_16", "tests/actors/ming/test_thinker_sglang_graphs_gpu.py", 40, "those graphs in bfloat16"),
     test("ranks", "tests/engine/test_sglang_group.py", 110, "tp=2 answers as one; after each kill too", gpus="2"),
-    test("ming_ranks", "tests/actors/ming/test_thinker_sglang_group.py", 50, "Ming's thinker on two GPUs", gpus="2"),
+    test("ming_ranks", f"-k launches {MING_RANKS}", 50, "Ming's thinker on two GPUs", gpus="2"),
+    test("ming_ranks_graphs", f"-k graphs {MING_RANKS}", 60, "the same with texts as CUDA graphs", gpus="2"),
     Job(
         "tp.equal",
         "python -m bench.gpu.tp equal --json {json}",
