@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,17 +140,26 @@ async def test_no_host_outlives_a_fork_server_that_dies_as_it_forks(dice: random
 
 async def test_a_fork_server_that_dies_just_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that asks starts another one, which would die with that thread, and all its hosts with it."""
-    start, killed = supervisor._start, []
+    start, ensure_forkserver, killed, is_asked = supervisor._start, supervisor._ensure_forkserver, [], threading.Event()
 
     def late(process: Any) -> str | None:
         if not killed:
             killed.append(multiprocess.forkserver._forkserver._forkserver_pid)
             os.kill(killed[0], signal.SIGKILL)
             os.waitid(os.P_PID, killed[0], os.WEXITED | os.WNOWAIT)
-        return start(process)
+        failure = start(process)
+        is_asked.set()
+        return failure
+
+    def later() -> None:
+        """The other hosts have died with it: what restarts them comes behind the thread."""
+        if killed:
+            is_asked.wait(HANGS_S)
+        ensure_forkserver()
 
     async with running(perils.build(), CPU) as runtime:
         monkeypatch.setattr(supervisor, "_start", late)
+        monkeypatch.setattr(supervisor, "_ensure_forkserver", later)
         await kill(runtime, "hold")
         assert (await ask(runtime, "task", Task()))["numbers"] == [0]
         assert runtime._supervisor.children["hold"].restarts == 2
@@ -178,6 +189,22 @@ async def test_a_fork_server_that_hangs(then: str, monkeypatch: pytest.MonkeyPat
             assert (await ask(runtime, "task", Task()))["numbers"] == [0]
         else:
             await until(lambda: not runtime._supervisor.children["hold"].launched.is_set())
+
+
+async def test_a_fork_server_that_is_in_time_is_not_killed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    call_later, timers = loop.call_later, list[asyncio.TimerHandle]()
+
+    def seen(delay_s: float, call: Callable[..., object], *arguments: object) -> asyncio.TimerHandle:
+        timer = call_later(delay_s, call, *arguments)
+        timers.extend([timer] if call is supervisor._kill_forkserver else [])
+        return timer
+
+    monkeypatch.setattr(loop, "call_later", seen)
+    async with running(perils.build(), CPU) as runtime:
+        assert len(timers) == len(runtime.plan.hosts)
+        assert all(timer.cancelled() for timer in timers)
+    assert all(timer.cancelled() for timer in timers), "the stop has one, too"
 
 
 def hold_up_the_fork_server() -> int:
