@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import time
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +38,25 @@ def test_without_a_time_all_is_handed_over_as_it_comes() -> None:
     outputs = [EngineOutput("a", (1,))]
     assert Gathering(0.0).add(outputs) is outputs
     assert Gathering(0.0).add([]) == []
+
+
+def test_what_waits_does_so_from_when_something_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    gathering = Gathering(10.0)
+
+    def counts(*times: float) -> list[int]:
+        """How many tokens are handed over after steps that end at `times`."""
+        found = []
+        for now in times:
+            seconds[0] = now
+            found.append(sum(len(each.ids) for each in gathering.add([EngineOutput("a", (0,))])))
+        return found
+
+    assert counts(100.0, 105.0, 109.9, 110.0, 119.9, 120.0) == [1, 0, 0, 3, 0, 2]
+    assert counts(125.0) == [0]
+    assert len(gathering.rest()[0].ids) == 1
+    assert counts(134.9, 135.0) == [0, 2]
 
 
 @given(st.lists(st.lists(st.sampled_from("abc"), unique=True), max_size=30), st.booleans())

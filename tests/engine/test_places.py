@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import msgspec
 import torch
 
-from omniflow.engine.places import Places
+from omniflow.engine.base import EngineRequest, Sampling
+from omniflow.engine.places import PLAIN, Places, places_of
 
 IMAGE = torch.tensor([[0, 1, 2, 2, 2, 2, 3], [0, 1, 1, 1, 2, 2, 3], [0, 1, 1, 3, 1, 3, 3]])
 
@@ -29,3 +31,10 @@ def test_what_a_text_has_by_itself_is_plain() -> None:
     assert not Places(count + 1, None).plain
     assert not Places(IMAGE, None).plain
     assert not Places(None, torch.tensor([0, 2, 0], dtype=torch.uint8)).plain
+
+
+def test_a_request_that_tells_places_or_kinds_has_them() -> None:
+    asked = EngineRequest(id="a", ids=[1, 2, 3, 4, 5, 6, 7], sampling=Sampling())
+    assert places_of(asked) is PLAIN
+    assert places_of(msgspec.structs.replace(asked, places=IMAGE)).shift == -3
+    assert not places_of(msgspec.structs.replace(asked, kinds=torch.ones(7, dtype=torch.uint8))).plain
