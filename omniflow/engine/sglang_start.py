@@ -1,6 +1,8 @@
 """How SGLang is started in this process, and ended. What differs between the `VERSIONS` is in `_construct`.
 
-SGLang's settings and process groups are global to a process, so a process has one scheduler, for the life of it.
+SGLang's settings and process groups are global to a process, so a process has one scheduler, for the life of it. With
+several ranks a second one would not even start: torch counts in each process how often it has met others to share
+memory between GPUs, and asks them for what they tell under that number (`StoreExchange`, one count for all groups).
 """
 
 from __future__ import annotations
