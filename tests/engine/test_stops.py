@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -24,7 +25,7 @@ def smollm2() -> Tokenizer:
 
 def fallback_ids(text: str) -> list[int]:
     tokenizer = byte_fallback()
-    ids = []
+    ids: list[int] = []
     for letter in text.replace(" ", "\u2581"):
         token = tokenizer.token_to_id(letter)
         ids += [token] if token is not None else [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in letter.encode()]
@@ -40,7 +41,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 @pytest.mark.parametrize("load", [byte_level, byte_fallback, smollm2])
 @settings(max_examples=15)
 @given(data=st.data())
-def test_the_token_that_completes_a_stop_string_stops(load: object, data: st.DataObject) -> None:
+def test_the_token_that_completes_a_stop_string_stops(load: Callable[[], Tokenizer], data: st.DataObject) -> None:
     """Tokens are words, parts of a character, or no text at all; a stop string begins and ends anywhere in them."""
     tokenizer = load()
     text = data.draw(TEXTS)
@@ -66,6 +67,12 @@ def test_neither_tokens_without_text_nor_single_bytes_hide_a_stop_string() -> No
     stops = StopStrings(["\u754c"], byte_fallback().decode)
     ids = fallback_ids("\u4f60\u597d" * 9 + "\u754c")
     assert [stops.completed_by(id) for id in ids].index(True) == len(ids) - 1
+
+
+def test_a_space_that_is_a_token_is_text() -> None:
+    """Alone it is decoded to nothing, as what no answer begins with."""
+    stops = StopStrings(["a b"], byte_fallback().decode)
+    assert [stops.completed_by(id) for id in fallback_ids("a b")] == [False, False, True]
 
 
 def test_a_long_answer_is_not_decoded_again_and_again() -> None:
