@@ -1,4 +1,4 @@
-"""A process that may open few files more."""
+"""A process that may open few files."""
 
 from __future__ import annotations
 
@@ -24,4 +24,15 @@ def few_files(left: int) -> Iterator[None]:
     finally:
         for descriptor in held:
             os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@contextlib.contextmanager
+def soft_limit(files: int) -> Iterator[None]:
+    """This process, and what it starts, may open so many files, unless they ask for more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, limits[1]))
+    try:
+        yield
+    finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

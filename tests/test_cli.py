@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -36,6 +35,7 @@ from omniflow.cli.tables import size_text
 from omniflow.config import RuntimeConfig, ServerConfig
 from omniflow.planner import cluster_named
 from omniflow.weights import InstalledWeights, PackagedWeights
+from tests.files import soft_limit
 from tests.waiting import HANGS_S
 
 ROOT = Path(__file__).parents[1]
@@ -662,17 +662,6 @@ def test_doctor_tells_a_missing_extra_from_a_missing_core(monkeypatch: pytest.Mo
     assert (core.topic, core.verdict) == ("core", "missing") and "no-such-core" in core.meaning
     assert (server.topic, server.verdict) == ("server", "note") and "pip install 'omniflow[server]'" in server.meaning
     assert (dev.topic, dev.verdict) == ("dev", "ok")
-
-
-@contextmanager
-def soft_limit(files: int) -> Iterator[None]:
-    """This process, and what it starts, may open so many files, unless they ask for more."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import wave
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -15,11 +16,13 @@ import numpy as np
 import pytest
 
 from omniflow.cli.app import run_command_line
+from omniflow.cli.machine import open_files
 from omniflow.config import ServerConfig
 from omniflow.runtime import Output, Runtime
 from omniflow.server.app import build_app
 from omniflow.server.serve import serve
 
+from ..files import soft_limit
 from ..server.scripted import HELLO, ScriptedRuntime, parrot_plan
 
 pytestmark = pytest.mark.anyio
@@ -171,14 +174,18 @@ async def test_bench_serve(run: Run, tmp_path: Path, kind: str) -> None:
     assert "3 at once" in ran.out and "E2EL" in ran.out
 
 
-async def test_bench_serve_counts_failures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+async def test_bench_serve_counts_failures_and_opens_many_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     runtime = ScriptedRuntime(HELLO)
     app = build_app(runtime, model="tiny")  # type: ignore[arg-type]
     runtime.scripts = [HELLO, HELLO, (RuntimeError("bug"),), HELLO]
     async with serve(app, port=0) as address:
         file = tmp_path / "out.json"
         arguments = ["bench", "serve", "--url", f"{address.url}/v1", "--num-turns", "3", "--json", str(file)]
-        assert await anyio.to_thread.run_sync(run_command_line, arguments) == 0
+        with soft_limit(1024):
+            assert await anyio.to_thread.run_sync(run_command_line, arguments) == 0
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == open_files(), "one for each connection"
     (load,) = json.loads(await anyio.Path(file).read_text())["loads"]
     assert sum(load["failures"].values()) == 1 and load["metrics"]["e2el_s"]["count"] == 2
     assert "failed" in capsys.readouterr().out
