@@ -88,7 +88,7 @@ def test_semaphores_are_not_left_in_shared_memory() -> None:
     for file in files:
         file.touch()
     try:
-        assert shared_memory() - before == {names[1]}
+        assert set(names) & (shared_memory() - before) == {names[1]}  # others may leave theirs meanwhile
     finally:
         for file in files:
             file.unlink()
