@@ -150,6 +150,7 @@ class SGLangFrameEngine(SGLangEngine):
         super()._check(request)
 
     def _hand_over(self, request: EngineRequest, held: Held | None) -> None:
+        """Queue it: a step lets SGLang have it once there is room."""
         capacity = min(len(request.ids) + self._steps(request), self._limit + 1) + OVERSHOOT
         self._queue.wait(_Queued(request.id, capacity, request), request.urgent)
 
