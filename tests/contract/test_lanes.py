@@ -23,6 +23,7 @@ from omniflow.transport.cuda_ipc import CudaIpcLane
 from omniflow.transport.device_pool import FREED, Arena, DevicePool, reached
 from omniflow.transport.nccl import NcclLane
 
+from ..files import few_files
 from ..waiting import HANGS_S
 from .ends import Ends, Inbox, lane_of
 
@@ -380,17 +381,21 @@ async def test_a_copy_that_fails_fails_its_sender_and_stops_no_reader() -> None:
         assert not theirs(ends).waits_for_ever()
 
 
-async def test_memory_that_torch_cannot_show_goes_back() -> None:
+@pytest.mark.parametrize("beside", ["mapped", "not mapped"])
+async def test_memory_that_torch_cannot_show_goes_back(beside: str) -> None:
+    """With it goes host memory, whether that could be mapped or not."""
     async with Ends.opened("cuda_ipc") as ends:
 
         def fail(*_arguments: Any) -> Any:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
         theirs(ends).view = fail
-        await ends.send(mixed(), Mixed)
-        while not ends.at_b.bad:
-            await ends.at_b.news()
+        with few_files(3 if beside == "not mapped" else 10):
+            await ends.send(mixed(), Mixed)
+            while not ends.at_b.bad:
+                await ends.at_b.news()
         assert ends.at_b.bad[0][2].kind == "UnavailableError"
+        assert ("could not be mapped" in ends.at_b.bad[0][2].message) == (beside == "not mapped")
         await ends.returned()
         assert ends.lane_a.pool.blocks_in_use == 0
 
