@@ -3,9 +3,11 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import msgspec
@@ -21,6 +23,7 @@ from actors.ming.thinker_model import ThinkerModel, load_thinker
 from actors.ming.thinking import MingThinker
 from actors.preprocess import Preprocess
 from omniflow.engine.base import EngineRequest, Sampling
+from omniflow.engine.ranks import Ranks
 from omniflow.engine.rows import Row, Span
 from omniflow.errors import ContextLengthError, InvalidInputError
 from omniflow.media import (
@@ -213,6 +216,20 @@ async def test_what_does_not_fit_is_refused_and_the_next_is_served(thinker: Ming
     with pytest.raises(InvalidInputError, match="temperature must be from 0 to 5"):
         await think(thinker, prompt, temperature=9.0)
     assert len((await think(thinker, prompt, **GREEDY))[0]) == LENGTH
+
+
+@pytest.mark.parametrize(("size", "wanted", "graphs"), [(1, True, True), (1, False, False), (2, True, False)])
+def test_one_gpu_has_graphs_of_prompts_and_several_have_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, size: int, wanted: bool, graphs: bool
+) -> None:
+    told: dict[str, object] = {}
+    loader = SimpleNamespace(load_sglang_thinker=lambda folder, **settings: told.update(settings))
+    monkeypatch.setitem(sys.modules, "actors.ming.thinker_sglang", loader)
+    thinker = MingThinker(model=str(folder), engine="sglang", device="gpu", prompt_graphs=wanted)
+    thinker.ranks = Ranks(0, size)
+    thinker.load_engine(thinker._load())
+    assert told["prompt_graphs"] is graphs
+    assert told["ranks"] is thinker.ranks
 
 
 @pytest.mark.slow
