@@ -158,6 +158,17 @@ def test_alone_nothing_is_between() -> None:
     assert isinstance(lead(engine, Ranks(0, 2)), Leader)
 
 
+def test_a_leader_has_to_do_what_its_engine_has() -> None:
+    leader = lead(TransformersEngine(tiny_llama(), kv_tokens=600), Ranks(0, 2))
+    found = [(leader.has_work(), leader.is_reading())]
+    leader.start(request("a", prompt(9), max_tokens=2))
+    for _ in range(2):
+        found.append((leader.has_work(), leader.is_reading()))
+        leader.step()
+    found.append((leader.has_work(), leader.is_reading()))
+    assert found == [(False, False), (True, True), (True, False), (False, False)]
+
+
 def test_what_was_drawn_counts_all_that_ranks_must_agree_on() -> None:
     outputs = [EngineOutput("a", (1, 2), None), EngineOutput("b", (3,), "stop")]
     seen = {drawn_after(0, outputs)}
