@@ -106,7 +106,10 @@ class Row:
         return self._matcher is not None and self._matcher.ended
 
     def draw(self, logits: torch.Tensor) -> int:
-        """The next token, or one of the stop tokens. Raises InvalidInputError where the grammar is too complex."""
+        """The next token, or one of the stop tokens.
+
+        Raises InvalidInputError where the grammar is too complex, ProtocolError where the logits are not finite.
+        """
         if self._matcher is None:
             return self._sampler.next(logits)
         token = self._sampler.next(logits, self._matcher.allowed(self._ends))
