@@ -19,6 +19,7 @@ from actors.tool_format import HERMES
 from omniflow.engine.base import EngineRequest, Sampling
 from omniflow.engine.grammar import Grammars
 from omniflow.engine.linear import PackedLinear, pack_linears, padded
+from omniflow.engine.rows import Span
 from omniflow.engine.transformers import TransformersEngine, load_engine
 from omniflow.errors import (
     ContextLengthError,
@@ -395,6 +396,25 @@ def test_an_id_runs_once() -> None:
 @pytest.mark.parametrize("option", ODD)
 def test_an_odd_value_is_refused_or_answered_and_the_next_request_works(option: str) -> None:
     assert_refused_or_answered(engine_on(LLAMA, decode=str), option)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_their_own_request(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [request(id, prompt(5), max_tokens=4, temperature=temperature, seed=3) for id in ("bad", "good")]
+    alone = run(engine_on(LLAMA), asked[1:])["good"]
+    engine = engine_on(LLAMA)
+    forward = engine._forward
+
+    def broken(spans: list[Span]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        logits, hidden = forward(spans)
+        bad = torch.tensor([span.row.id == "bad" for span in spans])
+        return logits.masked_fill(bad[:, None], torch.nan), hidden
+
+    monkeypatch.setattr(engine, "_forward", broken)
+    outputs = run(engine, asked)
+    assert isinstance(outputs["bad"][-1].error, ProtocolError)
+    assert ids_of(outputs["good"]) == ids_of(alone)
+    assert engine.stats().num_running == 0
 
 
 def test_other_kinds_of_attention_are_refused() -> None:
