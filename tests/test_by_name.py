@@ -81,8 +81,15 @@ def test_a_script_may_hold_its_types_and_actors_itself(tmp_path: Path) -> None:
     assert (found.stdout, found.stderr) == ("done\n", "")
 
 
-def test_what_is_typed_at_a_prompt_is_refused_with_what_would_do() -> None:
-    found = ran("-c", SCRIPT)
+@pytest.mark.parametrize("where", ["prompt", "package"])
+def test_what_no_process_imports_is_refused_with_what_would_do(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is typed at a prompt, and the `__main__` of a package."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__main__.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    found = ran("-c", SCRIPT) if where == "prompt" else ran("-m", "mine")
     assert found.returncode == 1
     assert found.stderr.splitlines()[-1].startswith(
         "omniflow.errors.StartError: the type 'Words' cannot be found by the processes of hosts: "
