@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import signal
 import statistics
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -135,7 +136,10 @@ def main() -> int:
         for server in servers.values():
             server.send_signal(signal.SIGTERM)
         for server in servers.values():
-            server.wait(30)
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                server.kill()
     return verdict(report, arguments.only)
 
 

@@ -36,6 +36,18 @@ def graphs_of(engine: SGLangEngine, sizes: list[int], monkeypatch: pytest.Monkey
     return made
 
 
+def read_by(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fills with the inputs of each batch that `runner` reads by a graph, from now on."""
+    read, execute = list[int](), runner.execute
+
+    def counted(batch: Any, **more: Any) -> Any:
+        read.append(len(batch.input_ids))
+        return execute(batch, **more)
+
+    monkeypatch.setattr(runner, "execute", counted)
+    return read
+
+
 def _runner(monkeypatch: pytest.MonkeyPatch) -> type:
     from sglang.srt.layers import radix_attention
     from sglang.srt.model_executor.runner import prefill_cuda_graph_runner as theirs

@@ -6,7 +6,7 @@ import copy
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -14,6 +14,7 @@ import torch
 
 from omniflow.engine.base import EngineRequest
 from omniflow.engine.transformers import TransformersEngine
+from tests.engine.prompt_graphs import read_by
 from tests.engine.test_sglang_frames import ask, frame_model, frames_of
 from tests.engine.test_sglang_frames import run as run_frames
 from tests.engine.tiny import ids_of, prompt, request, run, tiny_llama
@@ -50,14 +51,7 @@ def plain(tmp_path: Path) -> Iterator[SGLangEngine]:
 
 
 def test_short_prompts_are_read_as_cuda_graphs(plain: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = plain._scheduler.tp_worker.model_runner.prefill_cuda_graph_runner
-    read, execute = [], graphs.execute
-
-    def counted(batch: Any, **settings: Any) -> Any:
-        read.append(len(batch.input_ids))
-        return execute(batch, **settings)
-
-    monkeypatch.setattr(graphs, "execute", counted)
+    read = read_by(plain._scheduler.tp_worker.model_runner.prefill_cuda_graph_runner, monkeypatch)
     reference = TransformersEngine(tiny_llama())
     lengths = [3, 9, 33, 130, 200, 64]  # longer and shorter than the one before, and as long as a graph
     for length in lengths:

@@ -20,7 +20,7 @@ from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.transformers import TransformersEngine
 from tests.actors.ming.test_thinker_sglang import APART, REQUESTS, assert_same, text
 from tests.actors.ming.thinker_folder import write_thinker
-from tests.engine.prompt_graphs import graphs_of
+from tests.engine.prompt_graphs import graphs_of, read_by
 from tests.engine.tiny import run
 
 if TYPE_CHECKING:
@@ -73,15 +73,7 @@ def engine(captured: tuple[SGLangEngine, Any]) -> SGLangEngine:
 @pytest.fixture
 def replayed(captured: tuple[SGLangEngine, Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Fills with the inputs of each batch that is read by a graph."""
-    _, runner = captured
-    sizes, execute = [], runner.execute
-
-    def counted(batch: Any, **more: Any) -> Any:
-        sizes.append(len(batch.input_ids))
-        return execute(batch, **more)
-
-    monkeypatch.setattr(runner, "execute", counted)
-    return sizes
+    return read_by(captured[1], monkeypatch)
 
 
 def assert_near(ours: list[EngineOutput], theirs: list[EngineOutput], prompt: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from omniflow.engine.base import EngineRequest, Sampling
 from tests.actors.ming.test_thinker_sglang_gpu import SHAPE, first
 from tests.actors.ming.thinker_folder import write_thinker
+from tests.engine.prompt_graphs import read_by
 from tests.engine.tiny import run
 
 if TYPE_CHECKING:
@@ -46,13 +47,7 @@ def asked(id: str, length: int) -> EngineRequest:
 
 def test_a_graph_reads_a_text_as_launches_do(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = engine._scheduler.tp_worker.model_runner.prefill_cuda_graph_runner
-    read, execute = [], graphs.execute
-
-    def counted(batch: Any, **more: Any) -> Any:
-        read.append(len(batch.input_ids))
-        return execute(batch, **more)
-
-    monkeypatch.setattr(graphs, "execute", counted)
+    read = read_by(graphs, monkeypatch)
     ours = [first(run(engine, [asked("a", length)])["a"]) for length in LENGTHS]
     assert read == LENGTHS
     monkeypatch.setattr(graphs, "can_run_graph", lambda batch: False)

@@ -67,14 +67,6 @@ def _on_cpu(output: EngineOutput) -> EngineOutput:
 
 
 def _watched(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    from tests.engine.prompt_graphs import graphs_of
+    from tests.engine.prompt_graphs import graphs_of, read_by
 
-    runner = graphs_of(engine, [4, 8, 16, 32, 48, 64], monkeypatch)
-    read, execute = list[int](), runner.execute
-
-    def counted(batch: Any, **more: Any) -> Any:
-        read.append(len(batch.input_ids))
-        return execute(batch, **more)
-
-    monkeypatch.setattr(runner, "execute", counted)
-    return read
+    return read_by(graphs_of(engine, [4, 8, 16, 32, 48, 64], monkeypatch), monkeypatch)
