@@ -53,12 +53,12 @@ def refuse(why: str) -> NoReturn:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm, less those of semaphores.
+    """Names in /dev/shm, less those of joblib's semaphores.
 
     A progress bar (tqdm) has one of 32 bytes where joblib is imported and processes are spawned, as in engines of
     SGLang's own that run beside; Python's resource tracker removes it, also after `kill -9`, a moment later.
     """
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.loky-")}
 
 
 def machine() -> dict[str, Any]:
