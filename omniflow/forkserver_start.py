@@ -4,6 +4,7 @@ Without this, the hosts' own tie (to the fork server) would not fire after `kill
 of them keeps the fork server's life line open.
 """
 
+import gc
 import os
 import signal
 
@@ -17,3 +18,5 @@ if not parent:
 die_with_parent(int(parent))
 # A SIGTERM for the whole process group is the runtime's to act on: it drains, with its hosts alive.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+# All that is imported next stays. To look for garbage among it took 0.6 s of the 6.9 until `omniflow run` was ready.
+gc.set_threshold(1_000_000)

@@ -102,7 +102,13 @@ def _begin(name: str, parent: int, log_level: int, lifeline: Connection | None) 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=log_level, format=f"%(levelname)s [{name}] %(message)s", stream=sys.stderr)
-    # What was imported before the fork is never garbage, and its pages stay shared as long as nobody looks at them.
+    spare_the_collector()
+
+
+def spare_the_collector() -> None:
+    """Let the garbage collector of a host look rarely, and never at what was imported before its fork: that is no
+    garbage, and its pages stay shared as long as nobody looks at them.
+    """
     gc.freeze()
     gc.set_threshold(_GC_OBJECTS)
 
