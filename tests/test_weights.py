@@ -452,6 +452,7 @@ shutil.copytree({links!r}, said[said.index("--dest") + 1])
 
 def test_a_pip_that_tells_no_progress_fetches(links: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "old/pip").mkdir(parents=True)
+    (tmp_path / "old/pip/__init__.py").touch()
     (tmp_path / "old/pip/__main__.py").write_text(OLD_PIP.format(links=str(links)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "old"))
     assert (TOY.fetch() / "model.bin").read_bytes() == CONTENT
