@@ -13,7 +13,7 @@ class MingThinker(Thinker):
     """Ming-flash-omni's thinker (BailingMoeV2): a `Thinker` whose prompts have rows of sound and sight.
 
     `model` is a whole checkpoint, of which the other parts are left where they are. The engine transformers is the
-    reference; it takes the weights in float32, 4 bytes each. SGLang on one GPU reads short texts as CUDA graphs.
+    reference; it takes the weights in float32, 4 bytes each. SGLang reads short texts as CUDA graphs.
     """
 
     preload = ("torch", "omniflow.engine.transformers", "actors.ming.thinker_model")
@@ -23,8 +23,6 @@ class MingThinker(Thinker):
         if self._engine == "sglang":
             from actors.ming.thinker_sglang import load_sglang_thinker
 
-            # Several GPUs have been seen to answer right launch by launch alone.
-            graphs = self._sglang["prompt_graphs"] and self.ranks.size == 1
             return load_sglang_thinker(
                 folder,
                 decode=decode,
@@ -34,7 +32,7 @@ class MingThinker(Thinker):
                 gather_s=GATHER_S,
                 ranks=self.ranks,
                 **self._limits,
-                **self._sglang | {"prompt_graphs": graphs},
+                **self._sglang,
             )
         import torch
 

@@ -20,7 +20,8 @@ import omniflow.engine.sglang_penalties  # noqa: F401 - instead of SGLang's
 # isort: split
 import sglang
 import sglang.srt.managers.scheduler
-from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory
+from sglang.srt.distributed.parallel_state import cleanup_dist_env_and_memory, get_tp_group
+from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
 from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -38,7 +39,23 @@ _RANKS_IN_CONTEXT = (0, 5, 18)
 # Its thread would end the parent of this process where a step takes too long, and never ends; our supervisor watches.
 sglang.srt.managers.scheduler.create_scheduler_watchdog = lambda *args, **kwargs: None
 
+_SHORT_OF_MEMORY = "should_skip_auto_prefill_cuda_graph_for_memory"
+"""SGLang 0.5.17's rule by which a rank with less than 4 GB free has no graphs of prompts. 0.5.23 has none."""
+_is_short = vars(cuda_graph_setup).get(_SHORT_OF_MEMORY)
+
 S = TypeVar("S", bound=SteppedScheduler)
+
+
+def _one_is_short(free_gb: float, chosen: set[tuple[str, str]]) -> bool:
+    """That rule for all ranks alike: those that capture would wait for ever for one that does not."""
+    assert _is_short is not None
+    least = torch.tensor(free_gb)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    return bool(_is_short(least.item(), chosen))
+
+
+if _is_short is not None:
+    setattr(cuda_graph_setup, _SHORT_OF_MEMORY, _one_is_short)
 
 
 def build(kind: type[S], settings: dict[str, Any], ranks: Ranks = ALONE) -> S:

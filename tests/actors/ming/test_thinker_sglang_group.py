@@ -72,6 +72,8 @@ def test_two_ranks_answer_as_the_reference(
         "prompt_graphs": prompt_graphs,
     }
     first, second = told_by_two(folder, settings, ROUNDS)
+    assert first.captures == second.captures
+    assert first.captures[0]
     assert first.read == second.read
     assert first.read[-2:] == ([40, 20] if prompt_graphs else [])
     reference = TransformersEngine(load_thinker(folder), media=True)

@@ -218,14 +218,14 @@ async def test_what_does_not_fit_is_refused_and_the_next_is_served(thinker: Ming
     assert len((await think(thinker, prompt, **GREEDY))[0]) == LENGTH
 
 
-@pytest.mark.parametrize(("size", "wanted", "graphs"), [(1, True, True), (1, False, False), (2, True, False)])
-def test_one_gpu_has_graphs_of_prompts_and_several_have_none(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, size: int, wanted: bool, graphs: bool
+@pytest.mark.parametrize(("size", "graphs"), [(1, True), (1, False), (2, True)])
+def test_any_number_of_gpus_has_graphs_of_prompts_where_they_are_wanted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, size: int, graphs: bool
 ) -> None:
     told: dict[str, object] = {}
     loader = SimpleNamespace(load_sglang_thinker=lambda folder, **settings: told.update(settings))
     monkeypatch.setitem(sys.modules, "actors.ming.thinker_sglang", loader)
-    thinker = MingThinker(model=str(folder), engine="sglang", device="gpu", prompt_graphs=wanted)
+    thinker = MingThinker(model=str(folder), engine="sglang", device="gpu", prompt_graphs=graphs)
     thinker.ranks = Ranks(0, size)
     thinker.load_engine(thinker._load())
     assert told["prompt_graphs"] is graphs

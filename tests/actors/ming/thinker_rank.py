@@ -32,6 +32,8 @@ class Told(NamedTuple):
     """The inputs of each batch that it has read by a graph."""
     outputs: list[dict[str, list[EngineOutput]]]
     """Of each round of requests; rank 0 has them."""
+    captures: list[bool]
+    """Whether it would have graphs of prompts where both ranks have 5 GB free, and where rank 1 has 3."""
 
 
 def live(
@@ -51,6 +53,7 @@ def live(
 
     ranks, outputs = Ranks(rank, 2, [other]), []
     engine = load_sglang_thinker(folder, ranks=ranks, **settings)
+    captures = [_captures(free_gb) for free_gb in (5.0, (5.0, 3.0)[rank])]
     with pytest.MonkeyPatch.context() as monkeypatch:
         read = _watched(engine, monkeypatch) if settings["prompt_graphs"] else []
         if rank == 0:
@@ -59,7 +62,15 @@ def live(
             leader.close()
         else:
             follow(engine, ranks)
-    test.send(Told(read, [{id: list(map(_on_cpu, each)) for id, each in given.items()} for given in outputs]))
+    found = [{id: list(map(_on_cpu, each)) for id, each in given.items()} for given in outputs]
+    test.send(Told(read, found, captures))
+
+
+def _captures(free_gb: float) -> bool:
+    from omniflow.engine import sglang_start
+
+    rule = vars(sglang_start.cuda_graph_setup).get(sglang_start._SHORT_OF_MEMORY)
+    return rule is None or not rule(free_gb, set())
 
 
 def _on_cpu(output: EngineOutput) -> EngineOutput:
