@@ -79,7 +79,7 @@ def bare_round(scheduler: Any, asked: list[list[int]], tokens: int) -> dict[str,
         request = EngineRequest(id="", ids=ids, sampling=Sampling())
         way = SamplingParams(max_new_tokens=tokens, temperature=0.0)
         scheduler.submit(f"{number:016x}", request, way, Aside())
-    while not scheduler.is_fully_idle():
+    while scheduler.has_work():
         scheduler.step()
         now = time.perf_counter() - begin
         for message in scheduler.messages:

@@ -33,8 +33,10 @@ def check_prompt(request: EngineRequest, *, vocab_size: int, width: int, decodes
         raise ProtocolError("stop strings need an engine with `decode`", request_id=request.id)
     if request.ids and not 0 <= min(request.ids) <= max(request.ids) < vocab_size:
         raise ProtocolError(f"a token id is outside of the vocabulary of {vocab_size}", request_id=request.id)
-    _check_biases(request, vocab_size)
-    check_embeds(request, width)
+    if request.sampling.logit_bias:
+        _check_biases(request, vocab_size)
+    if request.embeds is not None or request.positions:
+        check_embeds(request, width)
     _check_kinds(request, knows_kinds)
 
 
@@ -89,6 +91,8 @@ def _check_biases(request: EngineRequest, vocab_size: int) -> None:
 def _check_kinds(request: EngineRequest, known: bool) -> None:
     """Raises ProtocolError where `places` or `kinds` do not fit the prompt, or its model knows no kinds."""
     _refuse_before(request)
+    if request.places is None and request.kinds is None:
+        return
     length = len(request.ids)
     for name, given, shape in (("places", request.places, (3, length)), ("kinds", request.kinds, (length,))):
         if given is None:

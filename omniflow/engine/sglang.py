@@ -182,8 +182,8 @@ class SGLangEngine:
 
     def stats(self) -> EngineStats:
         """Counts for metrics and admission; tokens that only the prefix cache holds count as free."""
-        queued, scheduler = len(self._scheduler.waiting_queue), self._scheduler
-        running = len(self._running) - queued
+        scheduler = self._scheduler
+        running = len(self._running) - scheduler.num_waiting()
         return EngineStats(running, self._num_waiting(), scheduler.kv_tokens_used(), scheduler.kv_tokens())
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class SGLangEngine:
         close()
 
     def _num_waiting(self) -> int:
-        return len(self._scheduler.waiting_queue) + len(self._open)
+        return self._scheduler.num_waiting() + len(self._open)
 
     def _is_known(self, request_id: str) -> bool:
         return request_id in self._running or request_id in self._open

@@ -51,6 +51,7 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
             send_to_detokenizer=self.outbox,
             send_metrics_from_scheduler=None,
         )
+        self._submitted: list[TokenizedGenerateReqInput] = []
         self.load_snapshot_writer = None
         self.recv_from_tokenizer = None
 
@@ -97,7 +98,10 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
     def submit(
         self, rid: str, request: EngineRequest, way: SamplingParams, aside: Aside, extra_key: str | None = None
     ) -> None:
-        """Queue `request` as `rid`, its tokens drawn as `way` says. `extra_key` keeps it apart in the prefix cache."""
+        """Queue `request` as `rid`, its tokens drawn as `way` says. `extra_key` keeps it apart in the prefix cache.
+
+        What comes before a step is read by it at once, as in SGLang's own loop: 64 one by one take 0.4 of 2.8 ms more.
+        """
         way.normalize(None)
         top, embeds = request.sampling.top_logprobs, request.embeds
         asked = TokenizedGenerateReqInput(
@@ -117,15 +121,20 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
             extra_key=extra_key,
         )
         self.outbox.asides[rid] = aside
-        self.process_input_requests([asked])
+        self._submitted.append(asked)
 
     def abort(self, rid: str) -> None:
         """Let the request end at its next step. SGLang also aborts every request whose name begins with `rid`."""
+        self._take_in()
         self.process_input_requests([AbortReq(rid=rid)])
 
     def has_work(self) -> bool:
         """True while `step` would do something."""
-        return bool(self.outbox.progress) or not self.is_fully_idle()
+        return bool(self.outbox.progress or self._submitted) or not self.is_fully_idle()
+
+    def num_waiting(self) -> int:
+        """Requests that no batch has."""
+        return len(self.waiting_queue) + len(self._submitted)
 
     def is_reading(self) -> bool:
         """True where the batch whose results the next `step` hands out reads prompts."""
@@ -188,6 +197,7 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
         if threading.get_ident() != self._thread:
             # Its work would go to another stream, for which that of the model does not wait.
             raise RuntimeError("an engine is stepped by the thread that has built it")
+        self._take_in()
         if _needs_last_tokens(self.running_batch) or _needs_last_tokens(self.last_batch):
             self._process_pending()
         plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
@@ -204,6 +214,11 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
             self.on_idle()  # raises where a KV slot was lost
         progress, self.outbox.progress = self.outbox.progress, []
         return progress
+
+    def _take_in(self) -> None:
+        if self._submitted:
+            submitted, self._submitted = self._submitted, []
+            self.process_input_requests(submitted)
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False) -> None:
         """As SGLang's, with our grammars. Whose memory is taken for others has got all its tokens: it may wait long."""
