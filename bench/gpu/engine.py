@@ -146,7 +146,7 @@ class Rounds:
             del self._ours.stream_output
             done.get_loop().call_soon_threadsafe(done.set_result, found)
 
-        self._loop._send(Command("", run))
+        self._loop.tell("", run)
         found: dict[str, float] = await done
         return found
 

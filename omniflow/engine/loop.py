@@ -13,7 +13,6 @@ outputs of a step come back in one wake-up of the event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import threading
 import time
@@ -40,11 +39,15 @@ class Command(NamedTuple):
 
 
 class Generation(AsyncIterator[EngineOutput]):
-    """The outputs of one request, in order; at most `max_tokens` + 1 wait here unread."""
+    """The outputs of one request, in order; at most `max_tokens` + 1 wait here unread.
 
-    def __init__(self, request_id: str, send: Callable[[Command], None]) -> None:
-        self.id = request_id
-        self._send = send
+    It runs within `async with`: leaving the block aborts what is left of it at the next step.
+    """
+
+    def __init__(self, request: EngineRequest, loop: EngineLoop) -> None:
+        self.id = request.id
+        self._request = request
+        self._loop = loop
         self._outputs: deque[EngineOutput] = deque()
         self._error: OmniflowError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -56,7 +59,19 @@ class Generation(AsyncIterator[EngineOutput]):
 
         Never waits. Where the engine has no room for them, the next output raises.
         """
-        self._send(Command(self.id, lambda engine: engine.feed(self.id, rows, done)))
+        self._loop.tell(self.id, lambda engine: engine.feed(self.id, rows, done))
+
+    # Not by @asynccontextmanager: its generators take a quarter of the time in which 64 requests begin.
+    async def __aenter__(self) -> Generation:
+        request = self._request
+        self._loop.add(self)
+        self._loop.tell(self.id, lambda engine: engine.start(request))
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._loop.remove(self)
+        if not self.finished:
+            self._loop.tell(self.id, lambda engine: engine.abort(self.id))
 
     async def __anext__(self) -> EngineOutput:
         while not self._outputs:
@@ -147,32 +162,31 @@ class EngineLoop:
         self._thread.join()
         self._fail_all(lambda: UnavailableError("the engine is closing"))
 
-    @contextlib.asynccontextmanager
-    async def generate(self, request: EngineRequest) -> AsyncIterator[Generation]:
-        """Run `request`; leaving the block aborts what is left of it at the next step.
-
-        Iteration raises ContextLengthError or OverloadedError where the engine refuses it.
+    def generate(self, request: EngineRequest) -> Generation:
+        """Run `request` in `async with`, which raises ActorBrokenError, UnavailableError, or ProtocolError where one of
+        its id runs already. Iteration raises ContextLengthError or OverloadedError where the engine refuses it.
         """
+        return Generation(request, self)
+
+    def add(self, generation: Generation) -> None:
+        """Called by a generation that begins."""
         if self.broken is not None:
             raise _broken(self.broken)
         if not self._thread.is_alive():
-            raise UnavailableError("the engine is closed", request_id=request.id)
-        if request.id in self._generations:
-            raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
-        generation = Generation(request.id, self._send)
-        self._generations[request.id] = generation
-        self._send(Command(request.id, lambda engine: engine.start(request)))
-        try:
-            yield generation
-        finally:
-            self._generations.pop(request.id, None)
-            if not generation.finished:
-                self._send(Command(request.id, lambda engine: engine.abort(request.id)))
+            raise UnavailableError("the engine is closed", request_id=generation.id)
+        if generation.id in self._generations:
+            raise ProtocolError(f"request {generation.id} runs already", request_id=generation.id)
+        self._generations[generation.id] = generation
 
-    def _send(self, command: Command) -> None:
+    def remove(self, generation: Generation) -> None:
+        """Called by a generation that ends."""
+        self._generations.pop(generation.id, None)
+
+    def tell(self, request_id: str, apply: Callable[[Engine], None]) -> None:
+        """Have `apply` called with the engine, in its thread, before its next step. A RequestError is the request's."""
         if not self._said:
             self._asyncio.call_soon(self._hand_in)
-        self._said.append(command)
+        self._said.append(Command(request_id, apply))
 
     def _hand_in(self) -> None:
         with self._wake:

@@ -60,7 +60,7 @@ class Running:
         self.held = held
         self.is_plain = held is None and not request.stop
         """SGLang itself sees its end, so its tokens are not looked at one by one before."""
-        self.stops = StopStrings(request.stop, decode)
+        self.stops = StopStrings(request.stop, decode) if request.stop else None
         self.aborted = False
 
 
@@ -287,7 +287,7 @@ class SGLangEngine:
             if token in running.request.sampling.stop_token_ids:
                 return ids, "stop"
             ids.append(token)
-            if running.stops.completed_by(token):
+            if running.stops is not None and running.stops.completed_by(token):
                 return ids, "stop"
         if running.held is not None and running.held.ended:
             return ids, "stop"
