@@ -29,7 +29,7 @@ from bench.gpu.rounds import Turns, medians, prompts, quartiles, summary
 from bench.gpu.sgl_engine import SglEngine
 from omniflow.config import RuntimeConfig
 from omniflow.engine.base import EngineRequest, Sampling
-from omniflow.engine.loop import Command, EngineLoop
+from omniflow.engine.loop import EngineLoop
 from omniflow.process import runs_on_uvloop, spare_the_collector
 
 LLAMAS = {
