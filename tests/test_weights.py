@@ -441,7 +441,7 @@ def test_environment_without_pip_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 OLD_PIP = """
-import pathlib, shutil, sys
+import shutil, sys
 said = sys.argv[1:]
 if "raw" in said:  # as pip 24.0 has it
     print("option --progress-bar: invalid choice: 'raw' (choose from 'on', 'off')")

@@ -37,7 +37,9 @@ def check_prompt(request: EngineRequest, *, vocab_size: int, width: int, decodes
         _check_biases(request, vocab_size)
     if request.embeds is not None or request.positions:
         check_embeds(request, width)
-    _check_kinds(request, knows_kinds)
+    _refuse_before(request)
+    if request.places is not None or request.kinds is not None:
+        _check_kinds(request, knows_kinds)
 
 
 def check_embeds(request: EngineRequest, width: int) -> None:
@@ -90,9 +92,6 @@ def _check_biases(request: EngineRequest, vocab_size: int) -> None:
 
 def _check_kinds(request: EngineRequest, known: bool) -> None:
     """Raises ProtocolError where `places` or `kinds` do not fit the prompt, or its model knows no kinds."""
-    _refuse_before(request)
-    if request.places is None and request.kinds is None:
-        return
     length = len(request.ids)
     for name, given, shape in (("places", request.places, (3, length)), ("kinds", request.kinds, (length,))):
         if given is None:

@@ -100,7 +100,7 @@ class SteppedScheduler(Scheduler):  # type: ignore[misc]
     ) -> None:
         """Queue `request` as `rid`, its tokens drawn as `way` says. `extra_key` keeps it apart in the prefix cache.
 
-        What comes before a step is read by it at once, as in SGLang's own loop: 64 one by one take 0.4 of 2.8 ms more.
+        What comes before a step is read by it at once, as in SGLang's own loop: 64 one by one take 0.3 ms more, of 2.8.
         """
         way.normalize(None)
         top, embeds = request.sampling.top_logprobs, request.embeds

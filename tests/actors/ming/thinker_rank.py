@@ -33,7 +33,8 @@ class Told(NamedTuple):
     outputs: list[dict[str, list[EngineOutput]]]
     """Of each round of requests; rank 0 has them."""
     captures: list[bool]
-    """Whether it would have graphs of prompts where both ranks have 5 GB free, and where rank 1 has 3."""
+    """Whether it would have graphs of prompts where both ranks have 5 GB free, and where rank 1 has 3; nothing where
+    SGLang has no rule for that."""
 
 
 def live(
@@ -53,7 +54,7 @@ def live(
 
     ranks, outputs = Ranks(rank, 2, [other]), []
     engine = load_sglang_thinker(folder, ranks=ranks, **settings)
-    captures = [_captures(free_gb) for free_gb in (5.0, (5.0, 3.0)[rank])]
+    captures = _captures([5.0, (5.0, 3.0)[rank]])
     with pytest.MonkeyPatch.context() as monkeypatch:
         read = _watched(engine, monkeypatch) if settings["prompt_graphs"] else []
         if rank == 0:
@@ -66,11 +67,11 @@ def live(
     test.send(Told(read, found, captures))
 
 
-def _captures(free_gb: float) -> bool:
+def _captures(free_gb: list[float]) -> list[bool]:
     from omniflow.engine import sglang_start
 
     rule = vars(sglang_start.cuda_graph_setup).get(sglang_start._SHORT_OF_MEMORY)
-    return rule is None or not rule(free_gb, set())
+    return [] if rule is None else [not rule(each, set()) for each in free_gb]
 
 
 def _on_cpu(output: EngineOutput) -> EngineOutput:
