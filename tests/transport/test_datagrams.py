@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from omniflow.messages import Beat, Cancel, Connect, Message
+from omniflow.transport import datagrams
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory, socket_pair
 
 from ..contract.ends import Inbox
@@ -42,8 +43,12 @@ class Pair(NamedTuple):
             yield decoder.decode(data)
 
 
+LATE_S = datagrams._LATE_S
+
+
 @pytest.fixture
-async def pair() -> Any:
+async def pair(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(datagrams, "_LATE_S", HANGS_S)  # no turn of a test lasts, however busy the machine is
     left, right = socket_pair()
     right.setblocking(False)
     memory = SharedMemory(2**20)
@@ -80,7 +85,8 @@ async def test_what_announces_more_that_does_not_come_leaves_at_the_end_of_the_t
     assert list(pair.datagrams()) == [[Cancel(1)]]
 
 
-async def test_a_turn_that_lasts_holds_nothing_back(pair: Pair) -> None:
+async def test_a_turn_that_lasts_holds_nothing_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datagrams, "_LATE_S", LATE_S)
     pair.link.send(Cancel(0))
     time.sleep(0.001)  # noqa: ASYNC251 - what no stage should do, and some will
     pair.link.send(Cancel(1))
