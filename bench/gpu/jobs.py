@@ -87,17 +87,17 @@ ROWS = (
     test("hosts", "-m gpu tests/test_gpu_hosts.py", 45, "hosts on one GPU: tensors, kills, budgets", timed=True),
     test("hosts_2", "-m gpu -k 'between or nccl' tests/test_gpu_hosts.py", 60, "the same on two", gpus="2", timed=True),
     # What does it take?
-    Job("engine.1b", f"{ENGINE} llama --sizes 1b --rounds 12 --json {{json}}", 105, "actor / bare loop, sgl.Engine"),
+    Job("engine.1b", f"{ENGINE} llama --sizes 1b --rounds 12 --json {{json}}", 150, "actor / bare loop, sgl.Engine"),
     Job(
         "engine.smollm2",
         f"{ENGINE} llama --sizes smollm2 --smollm2 {{smollm2}} --rounds 12 --json {{json}}",
-        105,
+        150,
         "the same with small real weights",
     ),
     Job(
         "engine.8b",
-        f"{ENGINE} llama --sizes 8b --rounds 5 --json {{json}}",
-        150,
+        f"{ENGINE} llama --sizes 8b --rounds 6 --json {{json}}",
+        210,
         "the same where a step takes 5 ms",
         late=True,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import operator
 import statistics
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 import torch
 
@@ -49,9 +49,11 @@ class Turns:
         self._contenders = contenders
         self._number = 0
 
-    async def take(self, batch: int, tokens: int, times: int) -> dict[str, list[dict[str, float]]]:
-        """`times` rounds of each, in order."""
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in self._contenders}
+    async def take(
+        self, batch: int, tokens: int, times: int, only: Collection[str] = ()
+    ) -> dict[str, list[dict[str, float]]]:
+        """`times` rounds of each, or of `only` those, in order."""
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in only or self._contenders}
         for time in range(times + 1):
             for name in list(found)[:: -1 if time % 2 else 1]:
                 self._number += 2
