@@ -76,6 +76,12 @@ def cap_memory(gpus: Gpus, stages: Sequence[Stage], rank: int = 0) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, gpus.cap_bytes / total), index)
 
 
+def uses_gpu() -> bool:
+    """Whether this process has used a GPU by torch so far."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
+
+
 class Lanes:
     """Makes the lanes of a host's links. Those to hosts on the same GPU share one pool of device memory."""
 

@@ -31,6 +31,7 @@ from omniflow.devices import Gpus, cap_memory, gpus_of
 from omniflow.engine.ranks import ALONE, Ranks
 from omniflow.errors import (
     ActorBrokenError,
+    DeviceError,
     ErrorInfo,
     InvalidInputError,
     OmniflowError,
@@ -302,6 +303,11 @@ class Host:
         self.broken = True
         self.links[FRONT].send(failure_of(stage, error))
         self.stopped.set()
+
+    def lose_gpu(self, error: DeviceError) -> None:
+        """The GPU does nothing any more of what it was given."""
+        stage = next(stage for stage in self.spec.stages if stage.device != "cpu")
+        self._break(stage.name, ActorBrokenError(f"the GPU has failed for this process: {error}"))
 
     # -- what links deliver ----------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ import anyio
 import msgspec
 
 from omniflow.config import RuntimeConfig
-from omniflow.devices import Gpus, Lanes, cap_memory
+from omniflow.devices import Gpus, Lanes, cap_memory, uses_gpu
 from omniflow.engine.ranks import ALONE, Ranks
-from omniflow.errors import StartError
+from omniflow.errors import DeviceError, StartError
 from omniflow.host import Host, HostSpec, actor_of, failure_of
 from omniflow.messages import Beat, HostFailed
 from omniflow.planner.plan import FRONT
@@ -26,6 +26,7 @@ from omniflow.prctl import die_with_parent, name_process, tell_end
 from omniflow.topology import Stage
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory
 from omniflow.transport.base import Link
+from omniflow.transport.cuda_driver import Cuda, cuda
 
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
@@ -134,10 +135,15 @@ async def _serve(spec: HostSpec, connection: socket.socket, ranks: Ranks) -> boo
             tasks.start_soon(lanes.serve, lane, link)
         return link
 
+    async def settled() -> None:
+        await lanes.settled()
+        if spec.gpus.numbers:
+            tasks.start_soon(watch_gpu, host, spec.beat_s)
+
     front = ArrowShmLink(FRONT, host, connection, memory, types, home=home)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_beat, host, front, spec.beat_s)
-        await host.serve(front, link_to, lanes.settled)
+        await host.serve(front, link_to, settled)
         tasks.cancel_scope.cancel()
     with anyio.move_on_after(_LAST_WORDS_S):
         await front.flushed()
@@ -153,3 +159,21 @@ async def _beat(host: Host, front: Link, every_s: float) -> None:
     while True:
         front.send(Beat(*host.busiest(), host.load()))
         await anyio.sleep(every_s)
+
+
+async def watch_gpu(host: Host, every_s: float) -> None:
+    """End `host` once the context of its GPU is dead. A kernel that fails kills it, and no call says so until somebody
+    waits for the GPU: who has only sent tensors on looks well, and whoever reads them would wait for ever.
+    """
+    gpu: Cuda | None = None
+    while True:
+        await anyio.sleep(every_s)
+        try:
+            if gpu is not None:
+                gpu.look()
+            elif uses_gpu():
+                gpu = cuda()
+        except DeviceError as error:
+            if gpu is not None:
+                host.lose_gpu(error)
+            return  # without CUDA's bindings there are no lanes, either

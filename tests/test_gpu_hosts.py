@@ -135,6 +135,21 @@ async def test_kill_while_tensors_are_on_their_way(
         assert "PYTEST_XDIST_WORKER" in os.environ or before.free_bytes - after.free_bytes < 400e6
 
 
+@gpu
+@pytest.mark.parametrize(("devices", "config"), WAYS)
+async def test_a_context_that_dies_after_its_tensors_were_sent(
+    devices: tuple[str, str], config: dict[str, Any]
+) -> None:
+    """`make` is through with the request, and waits for its GPU nowhere; what `fold` waits for never comes."""
+    async with hosts(devices, **config) as runtime:
+        before = await open_lane(runtime)
+        with pytest.raises(StageDiedError, match="the GPU has failed for this process"), anyio.fail_after(HANGS_S):
+            await (await runtime.submit("ask", Wanted(1000, BUSY, spoils=True))).collect()
+        await up_again(runtime, 40)
+        after = await open_lane(runtime)
+        assert (after.pids[0] != before.pids[0], after.pids[1]) == (True, before.pids[1])
+
+
 async def die(runtime: Runtime, errors: list[str]) -> None:
     try:
         await ask(runtime, LARGE, BUSY)

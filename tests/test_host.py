@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from omniflow import process
 from omniflow.actor import Actor
 from omniflow.engine.ranks import ALONE
-from omniflow.errors import InvalidInputError, StageDiedError, StartError, UnavailableError
+from omniflow.errors import DeviceError, InvalidInputError, StageDiedError, StartError, UnavailableError
 from omniflow.graph import Graph
 from omniflow.host import Host, actor_of, host_spec
 from omniflow.media import Options, TextDelta
@@ -367,6 +368,47 @@ async def test_a_host_does_not_outlive_its_gpus_context(device: str, text: str, 
             what = "ExceptionGroup: tasks (2 sub-exceptions)"
         assert said == ([what] if dies else [])
         assert (it.host.broken, it.host.stopped.is_set()) == (dies, dies)
+
+
+class Kernels:
+    """A GPU in the place of CUDA's, whose context dies after some looks at it."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def look(self) -> None:
+        self.looks -= 1
+        if self.looks < 0:
+            raise DeviceError("cuStreamQuery failed: CUDA_ERROR_ASSERT")
+
+
+async def test_a_host_whose_gpu_does_nothing_any_more_ends_though_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = Graph("faulty")
+    faulty = graph.stage("faulty", Faulty, device="gpu")
+    graph.input(line=faulty)
+    graph.output(line=faulty)
+    uses, gpu = iter([False, False]), Kernels(3)
+    monkeypatch.setattr(process, "uses_gpu", lambda: next(uses, True))
+    monkeypatch.setattr(process, "cuda", lambda: gpu)
+    async with around("faulty", graph, cluster_named("1xh200")) as it:
+        await process.watch_gpu(it.host, 0.001)
+        assert gpu.looks == -1
+        said = (await it.heard(HostFailed)).message
+        assert said == "the GPU has failed for this process: cuStreamQuery failed: CUDA_ERROR_ASSERT"
+        assert it.host.broken
+
+
+async def test_a_host_without_cudas_bindings_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking() -> Any:
+        raise DeviceError("cuda-bindings is not installed")
+
+    monkeypatch.setattr(process, "uses_gpu", lambda: True)
+    monkeypatch.setattr(process, "cuda", lacking)
+    async with around("shout") as it:
+        await process.watch_gpu(it.host, 0.001)
+        assert not it.host.broken
 
 
 class Stuck:

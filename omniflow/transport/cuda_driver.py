@@ -56,6 +56,8 @@ class Cuda:
         self._context = self.call(driver.cuDevicePrimaryCtxRetain, self._device)
         self.enter()
         self.uuid = bytes(self.call(driver.cuDeviceGetUuid, self._device).bytes).hex()
+        self._idle: Any = None
+        """A stream that is given nothing to do."""
 
     def call(self, function: Any, *arguments: Any) -> Any:
         """Call the driver. Raises DeviceError with the name of what failed, and how."""
@@ -67,6 +69,25 @@ class Cuda:
     def enter(self) -> None:
         """Let this thread's calls go to this GPU."""
         self.call(self.driver.cuCtxSetCurrent, self._context)
+
+    def look(self) -> None:
+        """Raises DeviceError where this process's context is dead: the GPU does nothing of what it was given any more,
+        and all later calls fail. From any thread, and also while another one captures a graph.
+        """
+        driver = self.driver
+        self.call(driver.cuCtxPushCurrent, self._context)
+        try:
+            if self._idle is None:
+                flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+                self._idle = self.call(driver.cuStreamCreate, flags.value)
+            relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            before = self.call(driver.cuThreadExchangeStreamCaptureMode, relaxed)
+            try:
+                self.call(driver.cuStreamQuery, self._idle)
+            finally:
+                self.call(driver.cuThreadExchangeStreamCaptureMode, before)
+        finally:
+            driver.cuCtxPopCurrent()
 
     def allocation(self) -> Any:
         """What is asked of `cuMemCreate`: memory on this GPU that has a descriptor."""

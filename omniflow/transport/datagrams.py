@@ -33,6 +33,8 @@ _LATE_S = 100e-6
 
 _NO_MEMORY = errno.ENOBUFS, errno.ENOMEM
 """What the kernel says where it has no memory for a datagram: there is no room for it now."""
+_MEMORY_S = 0.001
+"""How long such a one waits: its socket is writable all the while, so that would wake the loop at every turn."""
 
 
 class Datagram(NamedTuple):
@@ -61,6 +63,8 @@ class DatagramWriter:
         self.stuck_bytes = 0
         """What waits for the peer to have room."""
         self._last_sent = 0.0
+        self._lacks_memory = False
+        """The kernel had no memory for the datagram that is stuck."""
         self._room: asyncio.Event = asyncio.Event()
         self._closed = False
 
@@ -140,14 +144,25 @@ class DatagramWriter:
         self._last_sent = time.monotonic()
         if self._stuck or not self._sent_now(datagram):
             if not self._stuck:
-                self._loop.add_writer(self._socket.fileno(), self._send_stuck)
+                self._await_room()
             self._stuck.append(datagram)
             self.stuck_bytes += len(datagram.data)
 
+    def _await_room(self) -> None:
+        if self._lacks_memory:
+            self._lacks_memory = False
+            self._loop.remove_writer(self._socket.fileno())
+            self._loop.call_later(_MEMORY_S, self._send_stuck)
+        else:
+            self._loop.add_writer(self._socket.fileno(), self._send_stuck)
+
     def _send_stuck(self) -> None:
-        """The peer has room."""
+        """The peer may have room."""
+        if self._closed:
+            return
         while self._stuck:
             if not self._sent_now(self._stuck[0]):
+                self._await_room()
                 return
             self.stuck_bytes -= len(self._stuck.popleft().data)
         self._loop.remove_writer(self._socket.fileno())
@@ -170,6 +185,7 @@ class DatagramWriter:
         except OSError as error:
             if error.errno not in _NO_MEMORY:
                 raise
+            self._lacks_memory = True
             return False
         close_all(descriptors)
         self.sent += num_messages

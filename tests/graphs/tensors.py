@@ -14,10 +14,13 @@ from omniflow.topology import Budget, one_for_one
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """How many numbers `make` is to give, and for how many clock cycles its GPU is to be busy before."""
+    """How many numbers `make` is to give, and for how many clock cycles its GPU is to be busy before; where it `spoils`
+    all, a kernel that fails follows.
+    """
 
     size: int
     cycles: int = 0
+    spoils: bool = False
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -52,6 +55,8 @@ class Make(Actor):
     async def run(self, wanted: Wanted) -> Batch:
         if wanted.cycles:
             torch.cuda._sleep(wanted.cycles)
+        if wanted.spoils:
+            torch._assert_async(torch.zeros((), device=device()))
         numbers = torch.arange(wanted.size, device=device(), dtype=torch.float32)
         return Batch(numbers, numbers.to(torch.bfloat16)[:100], torch.arange(10), os.getpid())
 

@@ -42,6 +42,8 @@ class Driver(ModuleType):
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED=1)
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=SimpleNamespace(value=1))
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
     CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP = 1, 2
     CUstream = staticmethod(lambda number: number)
     GIVES: dict[str, Callable[[], Any]] = {
@@ -54,11 +56,14 @@ class Driver(ModuleType):
         "cuMemExportToShareableHandle": lambda: os.memfd_create("test-device"),
         "cuMemAddressReserve": lambda: ADDRESS,
         "cuMemHostGetDevicePointer": lambda: 0x1000,
+        "cuStreamCreate": lambda: "a stream",
+        "cuThreadExchangeStreamCaptureMode": lambda: "global",
     }
     CALLS = (
         *("cuInit", "cuCtxSetCurrent", "cuCtxSynchronize", "cuMemMap", "cuMemSetAccess", "cuMemUnmap"),
         *("cuMemAddressFree", "cuMemRelease", "cuMemHostRegister", "cuMemHostUnregister", "cuMemcpyDtoDAsync"),
-        *("cuStreamWriteValue32", "cuStreamWaitValue32", *GIVES),
+        *("cuStreamWriteValue32", "cuStreamWaitValue32", "cuStreamQuery", *GIVES),
+        *("cuCtxPushCurrent", "cuCtxPopCurrent"),
     )
 
     def __init__(self) -> None:
@@ -204,3 +209,19 @@ def test_memory_that_cannot_be_mapped_leaves_no_descriptor(driver: Driver) -> No
     with pytest.raises(DeviceError):
         map_memory(words, words, SIZE, "another GPU")
     os.close(words)
+
+
+def test_a_look_at_the_gpu_leaves_the_thread_as_it_was(driver: Driver) -> None:
+    gpu = cuda_driver.cuda(0)
+    for _ in range(2):
+        gpu.look()
+    for driver.refuses in ("cuStreamQuery", "cuCtxPushCurrent"):
+        with pytest.raises(DeviceError, match=f"{driver.refuses} failed"):
+            gpu.look()
+    assert driver.told("cuStreamCreate") == ["cuStreamCreate"]
+    modes = [arguments for name, arguments, _ in driver.calls if name == "cuThreadExchangeStreamCaptureMode"]
+    assert modes == [("relaxed",), ("global",)] * 3
+    assert driver.told("cuCtxPushCurrent", "cuCtxPopCurrent") == [
+        *("cuCtxPushCurrent", "cuCtxPopCurrent") * 3,
+        "cuCtxPushCurrent",
+    ]

@@ -202,24 +202,50 @@ async def test_where_no_descriptor_can_be_carried_the_message_goes_without(
 
 
 class Poor:
-    """A socket whose kernel has no memory for the next datagram."""
+    """A socket whose kernel has no memory for the next datagrams."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, count: int) -> None:
         self._connection = connection
-        self._is_poor = True
+        self.count = count
+        self.tries = 0
         self.fileno = connection.fileno
 
     def send(self, data: bytes) -> int:
-        if self._is_poor:
-            self._is_poor = False
+        self.tries += 1
+        if self.tries <= self.count:
             raise OSError(errno.ENOBUFS, "No buffer space available")
         return self._connection.send(data)
 
 
-async def test_what_the_kernel_has_no_memory_for_leaves_later(pair: Pair) -> None:
-    pair.link._writer._socket = Poor(pair.link._writer._socket)
+@pytest.mark.parametrize("count", [1, 3])
+async def test_what_the_kernel_has_no_memory_for_leaves_later(pair: Pair, count: int) -> None:
+    pair.link._writer._socket = Poor(pair.link._writer._socket, count)
     for number in range(3):
         pair.link.send(Cancel(number))
     with anyio.fail_after(HANGS_S):
         await pair.link.flushed()
     assert [message for messages in pair.datagrams() for message in messages] == [Cancel(0), Cancel(1), Cancel(2)]
+
+
+async def test_a_kernel_without_memory_is_not_asked_at_every_turn_of_the_loop(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket is writable all the while."""
+    writer = pair.link._writer
+    poor = writer._socket = Poor(writer._socket, 2)
+    pair.link.send(Cancel(0))
+    monkeypatch.setattr(datagrams, "_MEMORY_S", HANGS_S)
+    while poor.tries < 2:
+        await asyncio.sleep(0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert poor.tries == 2
+
+
+async def test_a_link_that_is_closed_while_the_kernel_has_no_memory_sends_no_more(pair: Pair) -> None:
+    writer = pair.link._writer
+    poor = writer._socket = Poor(writer._socket, 1)
+    pair.link.send(Cancel(0))
+    pair.link.close()
+    await anyio.sleep(10 * datagrams._MEMORY_S)
+    assert poor.tries == 1
