@@ -9,11 +9,12 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
+import numpy as np
+
 from actors.stage import ModelStage
 from actors.threads import Threads, in_order
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from torch import nn
 
@@ -82,6 +83,12 @@ class MediaEncoder(ModelStage, ABC, Generic[Item, Ready, Made]):
     async def decode(self, call: Callable[..., R], *args: Any) -> R:
         """Run a blocking step beside those of other items."""
         return await self._decoders.run(call, *args)
+
+    async def joined(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """The rows of a request's items, in one piece. Those of a lone item are not copied (10 ms and more for 49 MB, a
+        clip of 10 s): nobody writes to them, and they are what is kept.
+        """
+        return rows[0] if len(rows) == 1 else await self.decode(np.concatenate, rows)
 
     def busy_s(self) -> float:
         return max(super().busy_s(), self._decoders.busy_s())
@@ -203,15 +210,17 @@ def placed(module: ModuleT, device: str, wanted: DtypeName) -> ModuleT:
 
 
 def on_host(tensor: torch.Tensor) -> np.ndarray:
-    """Its values, in memory of their own where it is on a GPU.
+    """Its values, to read, in memory of their own where it is on a GPU.
 
     A GPU copies into memory that stays where it is, which torch keeps for the next: 17 MB into any other took an H200
     14 ms, as long as the pass over the image.
     """
     import torch
 
-    if not tensor.is_cuda:
-        return tensor.numpy()
-    staged = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    values: np.ndarray = staged.copy_(tensor).numpy()
-    return values.copy()
+    values: np.ndarray
+    if tensor.is_cuda:
+        values = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor).numpy().copy()
+    else:
+        values = tensor.numpy()
+    values.setflags(write=False)
+    return values

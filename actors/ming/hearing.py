@@ -69,7 +69,7 @@ class MingAudioEncoder(MediaEncoder[np.ndarray, np.ndarray, np.ndarray]):
             AudioFeatures(
                 index=request.index,
                 audio_s=seconds,
-                rows=np.concatenate(own),
+                rows=await self.joined(own),
                 num_rows=tuple(len(each) for each in own),
             )
             for request, seconds, own in zip(audio, heard_s, rows, strict=True)

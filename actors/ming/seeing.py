@@ -87,7 +87,7 @@ class MingImageEncoder(MediaEncoder[_Item, Shown, _Seen]):
     async def run(self, image: list[Images]) -> list[ImageFeatures]:
         """See the class."""
         seen = await self.encoded([_items(request) for request in image])
-        return [_features(request, own) for request, own in zip(image, seen, strict=True)]
+        return [await self._features(request, own) for request, own in zip(image, seen, strict=True)]
 
     def digest(self, item: _Item) -> bytes:
         return digest_of(item.data, b"clip" if item.is_clip else b"image")
@@ -121,6 +121,15 @@ class MingImageEncoder(MediaEncoder[_Item, Shown, _Seen]):
     def num_bytes(self, made: _Seen) -> int:
         return made.rows.nbytes
 
+    async def _features(self, request: Images, seen: Sequence[_Seen]) -> ImageFeatures:
+        return ImageFeatures(
+            rows=await self.joined([each.rows for each in seen]),
+            index=request.index,
+            grids=tuple(each.grid for each in seen),
+            videos=request.videos,
+            times_s=tuple(each.times_s for each in seen),
+        )
+
     def _load(self, folder: Path) -> None:
         # Imports torch, so not at the top: a graph is checked and explained without it.
         import torch
@@ -141,13 +150,3 @@ def _items(request: Images) -> list[_Item]:
         name = f"{'clip' if is_clip else 'image'} {number} of the conversation"
         items.append(_Item(data, is_clip, request.where[len(items)] if request.where else name))
     return items
-
-
-def _features(request: Images, seen: Sequence[_Seen]) -> ImageFeatures:
-    return ImageFeatures(
-        rows=np.concatenate([each.rows for each in seen]),
-        index=request.index,
-        grids=tuple(each.grid for each in seen),
-        videos=request.videos,
-        times_s=tuple(each.times_s for each in seen),
-    )

@@ -23,7 +23,7 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> AudioTower:
 def rows_of(tower: AudioTower, mels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     *layers, rows = tower.rows([mel.numpy() for mel in mels])
     assert layers == [None] * 3 and rows is not None
-    return [torch.from_numpy(each) for each in rows]
+    return [torch.from_numpy(each.copy()) for each in rows]
 
 
 def mel(frames: int, seed: int = 0) -> torch.Tensor:

@@ -129,6 +129,8 @@ async def test_what_was_seen_before_is_not_seen_again(
     for data in (WIDE, SMALL, WIDE):  # 60 and 6 rows: they do not fit beside each other
         await encoder.run([Images([data], (0,))])
     assert len(passes) == 5
+    same = [(await encoder.run([Images([WIDE], (0,))]))[0].rows for _ in range(2)]
+    assert np.shares_memory(*same) and not same[0].flags.writeable
 
 
 @pytest.mark.anyio
