@@ -34,7 +34,7 @@ def tower(folder: Path) -> VisionTower:
 def rows_of(tower: VisionTower, seen: Sequence[Shown]) -> list[torch.Tensor]:
     *layers, rows = tower.rows(seen)
     assert layers == [None] * 4 and rows is not None
-    return [torch.from_numpy(each) for each in rows]
+    return [torch.from_numpy(each.copy()) for each in rows]
 
 
 def patches(grid: tuple[int, int, int], seed: int = 0) -> Shown:
