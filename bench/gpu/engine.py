@@ -184,7 +184,8 @@ async def loop_of(model: dict[str, Any], arguments: argparse.Namespace) -> tuple
     settings = {name: value for name, value in model.items() if name != "model_path"}
 
     def build() -> Any:
-        limits: Any = {"max_running": max(arguments.batches), "kv_tokens": arguments.kv_tokens, "gather_s": GATHER_S}
+        most = max(arguments.batches)
+        limits: Any = {"max_running": most, "max_waiting": most, "kv_tokens": arguments.kv_tokens, "gather_s": GATHER_S}
         engines.append(load_engine(Path(model["model_path"]), **limits, **settings))
         return engines[0]
 

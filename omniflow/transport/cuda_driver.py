@@ -213,7 +213,8 @@ class CudaMemory(DeviceMemory):
 
 
 def _let_go(gpu: Cuda, address: int, size: int, words: npt.NDArray[np.uint8], descriptors: tuple[int, ...]) -> None:
-    gpu.let_go(address, size, words)
+    with contextlib.suppress(DeviceError):  # the context is dead, and with it the mapping
+        gpu.let_go(address, size, words)
     close_all(descriptors)
 
 

@@ -129,6 +129,14 @@ def test_memory_is_let_go_of_by_a_thread_once_the_gpu_is_through(driver: Driver)
     assert {thread for _, _, thread in driver.calls} != {threading.get_ident()}
 
 
+def test_memory_of_a_context_that_is_dead_is_let_go_of_without_a_word(driver: Driver) -> None:
+    """`nothing_left` counts its descriptors; an error in a thread would be printed, and set `let_go` never."""
+    memory = take_memory(SIZE)
+    driver.refuses = "cuCtxSynchronize"
+    del memory
+    assert driver.let_go.wait(HANGS_S)
+
+
 def test_the_memory_of_another_process_is_mapped_for_this_gpu(driver: Driver) -> None:
     theirs, words = os.memfd_create("test-device"), os.memfd_create("test-words")
     os.ftruncate(words, cuda_driver._WORDS_BYTES)
