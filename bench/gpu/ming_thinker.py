@@ -62,7 +62,8 @@ def build(layers: int, arguments: argparse.Namespace, ranks: Ranks) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         config = {"torch_dtype": "bfloat16", "llm_config": CONFIG | {"num_hidden_layers": layers}}
         Path(folder, "config.json").write_text(json.dumps(config))
-        limits: Any = {"max_running": max(arguments.batches), "max_waiting": 64, "kv_tokens": 65536}
+        most = max(arguments.batches)
+        limits: Any = {"max_running": most, "max_waiting": max(64, most), "kv_tokens": 65536}
         more: Any = {"load_format": "dummy", "disable_cuda_graph": arguments.eager, "chunked_prefill_size": 8192}
         graphs = arguments.prompt_graphs == "on"
         engine = load_sglang_thinker(Path(folder), ranks=ranks, prompt_graphs=graphs, **limits, **more)
