@@ -115,8 +115,8 @@ class ArTalker(EngineStage, TalkerRole, ABC):
         """Load the model, and say a word. Raises WeightsError where it cannot be loaded."""
         self._script = await self.offload(self.load_script, self._weights.path())
         await self._loop.setup()
-        for prompt in await self.offload(self._script.prompts, "Ready."):
-            request = EngineRequest(id="setup", ids=prompt.ids, sampling=self._script.sampling)
+        for number, prompt in enumerate(await self.offload(self._script.prompts, "Ready.")):
+            request = EngineRequest(id=f"setup {number}", ids=prompt.ids, sampling=self._script.sampling)
             async with self._loop.generate(request) as outputs:
                 await anext(outputs)
 

@@ -23,12 +23,7 @@ def check_prompt(request: EngineRequest, *, vocab_size: int, width: int, decodes
     """
     if not request.ids and not request.open:
         raise InvalidInputError("the prompt is empty: it needs at least 1 token", request_id=request.id)
-    if request.sampling.max_tokens < 1:
-        raise InvalidInputError(
-            f"max_tokens is {request.sampling.max_tokens}; an answer has 1 token or more",
-            request_id=request.id,
-            param="max_tokens",
-        )
+    refuse_no_answer(request)
     if request.stop and not decodes:
         raise ProtocolError("stop strings need an engine with `decode`", request_id=request.id)
     if request.ids and not 0 <= min(request.ids) <= max(request.ids) < vocab_size:
@@ -40,6 +35,16 @@ def check_prompt(request: EngineRequest, *, vocab_size: int, width: int, decodes
     _refuse_before(request)
     if request.places is not None or request.kinds is not None:
         _check_kinds(request, knows_kinds)
+
+
+def refuse_no_answer(request: EngineRequest) -> None:
+    """Raises InvalidInputError for an answer of no tokens."""
+    if request.sampling.max_tokens < 1:
+        raise InvalidInputError(
+            f"max_tokens is {request.sampling.max_tokens}; an answer has 1 token or more",
+            request_id=request.id,
+            param="max_tokens",
+        )
 
 
 def check_embeds(request: EngineRequest, width: int) -> None:

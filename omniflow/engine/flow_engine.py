@@ -159,7 +159,7 @@ class FlowEngine(BatchingEngine["_Row[S]"], Generic[S]):
     def _feedback(self, request: EngineRequest) -> torch.Tensor:
         """[n, hidden] of the latents before `request`; kept, because a voice says more than one text."""
         weight = self._model.embedding.weight
-        if request.before is None:
+        if request.before is None or not len(request.before):
             return weight.new_zeros(0, weight.shape[1])
         key = request.before.numpy().tobytes()
         found = self._heard.pop(key, None)

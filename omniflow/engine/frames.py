@@ -18,10 +18,11 @@ from torch import nn
 
 from omniflow.engine.base import EngineOutput, EngineRequest
 from omniflow.engine.batching import FeedingEngine
-from omniflow.engine.checks import check_embeds, refuse_kinds, refuse_text
+from omniflow.engine.checks import check_embeds, refuse_kinds, refuse_no_answer, refuse_text
 from omniflow.engine.decoder import Decoder, DecoderShape, attend_last
 from omniflow.engine.heads import STATE_SIZE, FrameHead, Knobs, frame_noise
 from omniflow.engine.linear import pack_linears
+from omniflow.engine.sampling import LEAST_TOP_P
 from omniflow.errors import InvalidInputError, ProtocolError
 
 
@@ -70,6 +71,7 @@ class FrameEngine(FeedingEngine["_Row"]):
         self._queue.check_new(request.id)
         if not request.ids and not request.open:
             raise InvalidInputError("the prompt is empty: it needs at least 1 input", request_id=request.id)
+        refuse_no_answer(request)
         self._queue.check_room(request.id)
         capacity = self._capacity(request.id, len(request.ids), request.sampling)
         self._queue.wait(_Row(request, self._model, capacity), request.urgent)
@@ -238,5 +240,5 @@ def knobs_of(request: EngineRequest, num_codes: int, device: torch.device) -> Kn
     return Knobs(
         torch.tensor([sampling.temperature for sampling in each], device=device),
         torch.tensor([sampling.top_k for sampling in each], device=device),
-        torch.tensor([sampling.top_p for sampling in each], device=device),
+        torch.tensor([max(sampling.top_p, LEAST_TOP_P) for sampling in each], device=device),
     )

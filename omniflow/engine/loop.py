@@ -53,6 +53,8 @@ class Generation(AsyncIterator[EngineOutput]):
         self._waiter: asyncio.Future[None] | None = None
         self.finished = False
         """True once no further output can come."""
+        self.left = False
+        """True once nobody reads it any more. What it began keeps its id until that has ended, too."""
 
     def feed(self, rows: torch.Tensor, done: bool) -> None:
         """Append input embeddings [n, hidden] to a request started with `open=True`; `done` lets it generate.
@@ -86,7 +88,8 @@ class Generation(AsyncIterator[EngineOutput]):
 
     def put(self, output: EngineOutput) -> None:
         """Called by the loop: one more output."""
-        self._outputs.append(output)
+        if not self.left:
+            self._outputs.append(output)
         self.finished = output.finish_reason is not None
         self._wake()
 
@@ -179,8 +182,15 @@ class EngineLoop:
         self._generations[generation.id] = generation
 
     def remove(self, generation: Generation) -> None:
-        """Called by a generation that ends."""
-        self._generations.pop(generation.id, None)
+        """Called by a generation that ends. One that has not finished stays until its last output comes: outputs know
+        their id alone, and would be those of the next one that has it.
+        """
+        generation.left = True
+        self._drop_if_over(generation)
+
+    def _drop_if_over(self, generation: Generation) -> None:
+        if generation.left and generation.finished:
+            self._generations.pop(generation.id, None)
 
     def tell(self, request_id: str, apply: Callable[[Engine], None]) -> None:
         """Have `apply` called with the engine, in its thread, before its next step. A RequestError is the request's."""
@@ -271,15 +281,18 @@ class EngineLoop:
                 generation.fail(output.error.with_traceback(None))
             else:
                 generation.put(output)
+            self._drop_if_over(generation)
 
     def _refuse(self, request_id: str, error: RequestError) -> None:
         generation = self._generations.get(request_id)
         if generation is not None:
             generation.fail(error)
+            self._drop_if_over(generation)
 
     def _break(self, error: BaseException) -> None:
         if not self._ready.done():
-            self._ready.set_exception(error)
+            # No future takes a StopIteration, which a bare `next` of a loader raises.
+            self._ready.set_exception(_broken(error) if isinstance(error, StopIteration) else error)
             return
         self.broken = error
         self._fail_all(lambda: _broken(error))

@@ -17,6 +17,8 @@ from omniflow.media import TokenLogprob
 
 GREEDY = 1e-6
 """A temperature below it is 0, as SGLang has it: logits that are divided by less are infinite."""
+LEAST_TOP_P = 1e-6
+"""Of far less float32 makes 0, of which no kernel can draw. The likeliest of a million tokens has as much."""
 NUCLEUS = 256
 """Candidates that nearly every nucleus fits in; finding them costs 0.1 ms of 49152, sorting all of them 3.5 ms."""
 

@@ -28,6 +28,7 @@ from omniflow.engine.checks import check_length, check_prompt, check_rows, refus
 from omniflow.engine.content import content_key
 from omniflow.engine.places import places_of
 from omniflow.engine.ranks import ALONE, Ranks
+from omniflow.engine.sampling import LEAST_TOP_P
 from omniflow.engine.sglang_grammar import Held
 from omniflow.engine.sglang_outbox import Aside, Progress
 from omniflow.engine.sglang_scheduler import SteppedScheduler
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
     from omniflow.engine.grammar import Grammars
 
 Finish = Literal["stop", "length", "abort"]
-LEAST_TOP_P = 1e-6
-"""Of far less float32 makes 0, and of 0 SGLang's kernels the token 0. The likeliest of a million has as much."""
 
 
 class Running:
@@ -242,7 +241,8 @@ class SGLangEngine:
             max_new_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=max(sampling.top_p, LEAST_TOP_P),
-            top_k=sampling.top_k or -1,
+            # Where nobody in a batch filters, SGLang draws by another rule, so a seed would not hold in company.
+            top_k=sampling.top_k or (self._vocab_size if self._deterministic else -1),
             stop_token_ids=set(sampling.stop_token_ids),
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
@@ -300,7 +300,7 @@ class SGLangEngine:
         del self._ids[running.rid]
 
     def _check(self, request: EngineRequest) -> None:
-        if self._is_known(request.id):
+        if self._is_known(request.id) or request.id in self._aborted:
             raise ProtocolError(f"request {request.id} runs already", request_id=request.id)
         check_prompt(
             request,

@@ -151,7 +151,8 @@ class SGLangFrameEngine(SGLangEngine):
 
     def _hand_over(self, request: EngineRequest, held: Held | None) -> None:
         """Queue it: a step lets SGLang have it once there is room."""
-        capacity = min(len(request.ids) + self._steps(request), self._limit + 1) + OVERSHOOT
+        most = self._scheduler.max_req_len - 1  # what SGLang lets it grow to: 4 more than it takes of a prompt
+        capacity = min(len(request.ids) + self._steps(request), most) + OVERSHOOT
         self._queue.wait(_Queued(request.id, capacity, request), request.urgent)
 
     def _steps(self, request: EngineRequest) -> int:

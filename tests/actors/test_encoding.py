@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from actors import encoding
 from actors.attention import attend_apart
-from actors.encoding import MediaEncoder, Recent, bounded, digest_of, run_through
+from actors.encoding import MediaEncoder, Recent, bounded, digest_of, on_host, run_through
 from omniflow.actor import Actor
 from omniflow.errors import InvalidInputError
 
@@ -37,6 +38,16 @@ def test_the_results_used_last_are_kept_within_their_bytes() -> None:
 def test_a_digest_is_of_the_data_and_of_what_is_made_of_it() -> None:
     assert digest_of(b"x") == digest_of(memoryview(b"x"))
     assert len({digest_of(b"x"), digest_of(b"y"), digest_of(b"x", b"clip"), digest_of(b"x", b"image")}) == 4
+
+
+def test_what_is_kept_of_a_pass_is_memory_of_its_own() -> None:
+    """A view would keep all of the pass, and `Recent` counts what is its own."""
+    whole = torch.arange(12.0).reshape(6, 2)
+    short, long = (on_host(each) for each in torch.split(whole, [1, 5]))
+    assert not np.shares_memory(short, whole.numpy()) and not np.shares_memory(long, whole.numpy())
+    assert np.array_equal(np.concatenate([short, long]), whole.numpy())
+    assert np.shares_memory(on_host(whole), whole.numpy())
+    assert not any(each.flags.writeable for each in (short, long, on_host(whole)))
 
 
 def test_batches_are_bounded_and_in_order() -> None:

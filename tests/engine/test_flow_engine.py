@@ -99,6 +99,8 @@ def test_latents_before_are_whole_steps_and_fit(model: TalkerModel) -> None:
         engine.start(msgspec.structs.replace(asked("a"), before=torch.zeros(20, 8)))
     engine.start(msgspec.structs.replace(asked("a"), before=torch.zeros(16, 8)))
     assert len(rest_of(engine)) == 2
+    engine.start(msgspec.structs.replace(asked("a"), before=torch.zeros(0, 8)))
+    assert len(rest_of(engine)) > 2
 
 
 def test_a_seed_gives_the_same_alone_and_beside_others_that_come_and_go(model: TalkerModel) -> None:

@@ -12,7 +12,7 @@ from omniflow.engine.frames import FrameEngine, FrameModel
 from omniflow.engine.heads import ParallelHead, TokenHead
 from omniflow.engine.loop import EngineLoop
 from omniflow.errors import ContextLengthError, InvalidInputError, OverloadedError, ProtocolError
-from tests.engine.tiny import drain, prompt
+from tests.engine.tiny import drain, prompt, run
 
 VOCAB, HIDDEN, CONTEXT = 97, 32, 128
 CODES, BEGIN, END = 20, 20, 21
@@ -153,6 +153,12 @@ def test_a_prompt_can_be_fed_and_can_be_embeddings() -> None:
     assert torch.equal(frames_of(drain(engine)["fed"]), expected)
 
 
+def test_a_top_p_of_0_draws_the_likeliest_code() -> None:
+    engine = FrameEngine(model(end=False))
+    found = run(engine, [asked("none", prompt(4), top_p=0.0, seed=1), asked("greedy", prompt(4), temperature=0.0)])
+    assert torch.equal(frames_of(found["none"]), frames_of(found["greedy"]))
+
+
 def test_what_cannot_run_is_refused_and_the_next_request_works() -> None:
     engine = FrameEngine(model(), max_running=1, max_waiting=2, kv_tokens=64)
     with pytest.raises(InvalidInputError, match="at least 1 input"):
@@ -161,6 +167,8 @@ def test_what_cannot_run_is_refused_and_the_next_request_works() -> None:
         engine.start(asked("a", prompt(64)))
     with pytest.raises(ProtocolError, match=f"outside of the vocabulary of {VOCAB}"):
         engine.start(asked("a", [VOCAB]))
+    with pytest.raises(InvalidInputError, match="max_tokens is 0; an answer has 1 token or more"):
+        engine.start(asked("a", prompt(4), max_tokens=0))
     with pytest.raises(ProtocolError, match="outside of the prompt"):
         engine.start(EngineRequest(id="a", ids=[1], sampling=Sampling(), embeds=torch.zeros(1, HIDDEN), positions=(1,)))
     with pytest.raises(ProtocolError, match="places and kinds need a model of several kinds"):

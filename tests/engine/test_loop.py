@@ -325,6 +325,50 @@ async def test_an_id_runs_once() -> None:
                 raise AssertionError("two generations have one id")
 
 
+async def test_an_id_is_free_again_once_what_it_was_has_ended() -> None:
+    """Not when its generation is left: outputs that are on their way would be those of the next one."""
+    engine = CountingEngine()
+    async with running(lambda: engine) as loop:
+        async with loop.generate(request("a", [1], max_tokens=10**9)) as outputs:
+            await anext(outputs)
+            engine.gate.clear()
+        with pytest.raises(ProtocolError, match="runs already"):
+            async with loop.generate(request("a", [1])):
+                raise AssertionError("it got the outputs of another")
+        engine.gate.set()
+        async with loop.generate(request("b", [1], max_tokens=10**9)) as outputs:
+            while "abort a" not in engine.told:
+                await anext(outputs)
+            await anext(outputs)
+            await anext(outputs)
+        async with loop.generate(request("a", [1], max_tokens=3)) as outputs:
+            assert ids_of([output async for output in outputs]) == [0, 1, 2]
+
+
+async def test_an_id_that_was_refused_is_free_again() -> None:
+    engine = CountingEngine()
+    async with running(lambda: engine) as loop:
+        async with loop.generate(request("a", [])) as outputs:
+            with pytest.raises(InvalidInputError):
+                await anext(outputs)
+        async with loop.generate(request("a", [])):
+            pass  # left before it is refused
+        with anyio.fail_after(HANGS_S):
+            while engine.told.count("abort a") < 3:  # twice refused, once left
+                await anyio.sleep(0.001)
+        await anyio.sleep(0.01)
+        async with loop.generate(request("a", [1], max_tokens=2)) as outputs:
+            assert ids_of([output async for output in outputs]) == [0, 1]
+
+
+async def test_setup_raises_a_stop_iteration_of_build_as_what_it_is() -> None:
+    """No future takes one, so nobody would be told."""
+    loop = EngineLoop(lambda: next(iter([])))
+    with anyio.fail_after(HANGS_S), pytest.raises(ActorBrokenError, match="StopIteration"):
+        await loop.setup()
+    await loop._ended.wait()
+
+
 @pytest.mark.parametrize("ids", [[1], []], ids=["served", "refused"])
 async def test_no_request_outlives_its_generation(ids: list[int]) -> None:
     """Without the help of the garbage collector, and while the loop sleeps."""

@@ -319,6 +319,23 @@ def test_requests_without_a_seed_are_drawn_apart_where_all_is_deterministic(
     assert [seed("a", seed=each) for each in (2**63, 2**64 - 1)] == [-(2**63), -1]
 
 
+def test_what_draws_by_seed_always_filters(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang draws a seed's tokens by another rule where nobody in a batch filters; what that gives is GPUs' alone."""
+    asked = [request("a", prompt(5), **each) for each in ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 9})]
+    assert [engine._way(each).top_k for each in asked] == [1, 2**30, 9]
+    monkeypatch.setattr(engine, "_deterministic", True)
+    assert [engine._way(each).top_k for each in asked] == [1, VOCAB, 9]
+
+
+def test_an_id_is_not_free_before_its_abort_is_told(engine: SGLangEngine) -> None:
+    engine.start(msgspec.structs.replace(request("x", prompt(5)), open=True))
+    engine.abort("x")
+    with pytest.raises(ProtocolError, match="runs already"):
+        engine.start(request("x", prompt(5), max_tokens=3))
+    assert [output.finish_reason for output in drain(engine)["x"]] == ["abort"]
+    assert len(ids_of(run(engine, [request("x", prompt(5), max_tokens=3)])["x"])) == 3
+
+
 def test_a_second_engine_in_a_process_is_refused(engine: SGLangEngine, tmp_path: Path) -> None:
     from omniflow.engine.sglang import load_engine
     from omniflow.errors import StartError

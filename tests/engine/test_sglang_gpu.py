@@ -70,16 +70,22 @@ def test_short_prompts_are_read_as_cuda_graphs(plain: SGLangEngine, monkeypatch:
     assert len(read) > len(lengths)
 
 
-def drawn(id: str, seed: int, length: int = 20) -> EngineRequest:
-    return request(id, prompt(length, 3), max_tokens=24, temperature=1.0, top_p=0.95, seed=seed)
+def drawn(id: str, seed: int, length: int = 20, **filters: float) -> EngineRequest:
+    return request(id, prompt(length, 3), max_tokens=24, temperature=1.0, seed=seed, **(filters or {"top_p": 0.95}))
 
 
-def test_a_seed_draws_the_same_tokens_alone_and_in_company(deterministic: SGLangEngine) -> None:
-    alone = ids_of(run(deterministic, [drawn("a", 7)])["a"])
+@pytest.mark.parametrize("filters", [{"top_p": 0.95}, {"top_p": 1.0}, {"top_k": 20}], ids=str)
+def test_a_seed_draws_the_same_tokens_alone_and_in_company(
+    deterministic: SGLangEngine, filters: dict[str, float]
+) -> None:
+    alone = ids_of(run(deterministic, [drawn("a", 7, **filters)])["a"])
     others = [request(str(number), prompt(5 + 9 * number, number), max_tokens=30) for number in range(6)]
-    company = run(deterministic, [*others[:3], drawn("a", 7), drawn("b", 8), *others[3:]])
+    others.append(request("nucleus", prompt(9, 1), max_tokens=30, temperature=1.0, top_p=0.9))
+    company = run(deterministic, [*others[:3], drawn("a", 7, **filters), drawn("b", 8, **filters), *others[3:]])
     assert ids_of(company["a"]) == alone
     assert ids_of(company["b"]) != alone
+    like = run(deterministic, [drawn("b", 8, **filters), drawn("a", 7, **filters)])
+    assert ids_of(like["a"]) == alone
 
 
 def test_requests_without_a_seed_are_drawn_apart(deterministic: SGLangEngine) -> None:
