@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import anyio
 
 from omniflow.actor import BatchPolicy
-from omniflow.errors import OmniflowError, ProtocolError
+from omniflow.cancellation import is_cancelled
+from omniflow.errors import OmniflowError, ProtocolError, StageError
 
 CallBatch = Callable[[list[Any]], Awaitable[list[Any]]]
 
@@ -94,6 +95,12 @@ class Batcher:
                     f"run() got a batch of {len(batch)} and returned {len(results)} results", stage=self._stage
                 )
             return results
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            return StageError("run() was cancelled from within", stage=self._stage)
+        except SystemExit as error:
+            return StageError(f"run() called sys.exit({error.code!r})", stage=self._stage)
         except Exception as error:  # noqa: BLE001 - the boundary to actor code: it must not end the other requests
             # Less this frame: it holds the calls, they their answers, and those will hold the error.
             return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)

@@ -26,6 +26,7 @@ import msgspec
 
 from omniflow.actor import Actor, Context, Ports, ports_of
 from omniflow.batcher import Batcher
+from omniflow.cancellation import is_cancelled
 from omniflow.config import RuntimeConfig, arguments_of
 from omniflow.devices import Gpus, cap_memory, gpus_of
 from omniflow.engine.ranks import ALONE, Ranks
@@ -185,14 +186,34 @@ class _LocalStage:
         return await self.actor.offload(self.actor.run, values)
 
 
-def failure_of(stage: str, error: Exception) -> HostFailed:
+def failure_of(stage: str, error: BaseException) -> HostFailed:
     """What a process says of the error that it dies of."""
     detail = "" if isinstance(error, OmniflowError) else "".join(traceback.format_exception(error))
-    message = str(error) if isinstance(error, OmniflowError) else f"{type(error).__name__}: {error}"
-    return HostFailed(stage, message[:_MAX_TEXT], detail[-2 * _MAX_TEXT :])
+    message = str(error) if isinstance(error, OmniflowError) else _text_of(error)
+    return HostFailed(stage, _sendable(message), _sendable(detail[-2 * _MAX_TEXT :], 2 * _MAX_TEXT))
 
 
-def _is_of_gpu(error: Exception) -> bool:
+def _text_of(error: BaseException) -> str:
+    """Its type and what it says, which is code of the actor's and may fail as well."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - the boundary to actor code
+        return type(error).__name__
+
+
+def _sendable(text: str, most: int = _MAX_TEXT) -> str:
+    """`text` as a message takes it: cut, and without the half characters that UTF-8 does not have."""
+    return text[:most].encode(errors="backslashreplace").decode()[:most]
+
+
+def _told(error: RequestError) -> ErrorInfo:
+    """What the runtime is told of `error`."""
+    info = error.info()
+    param = None if info.param is None else _sendable(info.param)
+    return msgspec.structs.replace(info, message=_sendable(error.message), param=param)
+
+
+def _is_of_gpu(error: BaseException) -> bool:
     """Whether it is an error of CUDA's, which most often all later calls of this process meet, too; also where a task
     group of the actor's raised it. Memory that is full is none (torch.OutOfMemoryError), and torch before 2.8 has no
     type for it.
@@ -263,6 +284,8 @@ class Host:
             finally:
                 self._runs = None
                 for visit in tuple(self._visits.values()):
+                    # Its end is that of this process: `Closed` would take the request from those that hear of it.
+                    visit.cut_off = not visit.over
                     visit.stop()
 
     async def _set_up(self) -> None:
@@ -280,6 +303,11 @@ class Host:
             except Exception as error:  # noqa: BLE001 - the boundary to actor code: reported with stage and traceback
                 self._break(stage.name, error)
                 return
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
+                self._break(stage.name, StartError("setup() was cancelled from within"))
+                return
             self._stages[stage.name] = local
             if local.batcher is not None:
                 self._spawn(local.batcher.serve)
@@ -291,14 +319,14 @@ class Host:
     async def _close_actor(self, local: _LocalStage) -> None:
         try:
             await local.actor.close()
-        except Exception:  # the boundary to actor code: the other actors are closed, too
+        except (Exception, asyncio.CancelledError):  # the boundary to actor code: the other actors are closed, too
             log.exception("stage %s failed in close", local.stage.name)
 
     def _spawn(self, call: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
         if self._tasks is not None:
             self._tasks.start_soon(call, *arguments)
 
-    def _break(self, stage: str, error: Exception) -> None:
+    def _break(self, stage: str, error: BaseException) -> None:
         """This host cannot go on: say why, then end."""
         self.broken = True
         self.links[FRONT].send(failure_of(stage, error))
@@ -528,12 +556,13 @@ class Host:
             error.stage = error.stage or run.route.stage
             self._fail(visit, error)
         except ActorBrokenError as error:
-            self._fail(visit, StageError(error.message, stage=run.route.stage))
+            self._fail(visit, StageError(error.message, stage=run.route.stage), more=True)
             self._break(run.route.stage, error)
-        except Exception as error:  # a bug in `run` ends its own request only (docs/adr/0004)
+        except (Exception, SystemExit) as error:  # a bug in `run` ends its own request only (docs/adr/0004)
             log.exception("stage %s failed for request %s", run.route.stage, visit.context.request_id)
-            self._fail(visit, StageError(f"{type(error).__name__}: {error}", stage=run.route.stage))
-            if self.spec.gpus.numbers and _is_of_gpu(error):
+            breaks = bool(self.spec.gpus.numbers) and _is_of_gpu(error)
+            self._fail(visit, StageError(_text_of(error), stage=run.route.stage), more=breaks)
+            if breaks:
                 self._break(run.route.stage, error)
         except asyncio.CancelledError:
             # Not ours, unless the request is over: `run` has awaited something that was cancelled.
@@ -626,11 +655,11 @@ class Host:
         visit.runs.pop(run.head, None)
         self._close_if_done(visit)
 
-    def _fail(self, visit: Visit, error: RequestError) -> None:
+    def _fail(self, visit: Visit, error: RequestError, *, more: bool = False) -> None:
+        """End the request with `error`. `more`: that this host ends follows at once, and is heard with it."""
         if not visit.over:
             error.request_id = visit.context.request_id
-            info = msgspec.structs.replace(error.info(), message=error.message[:_MAX_TEXT])
-            self.links[FRONT].send(Failure(visit.request, info))
+            self.links[FRONT].send(Failure(visit.request, _told(error)), more=more)
             visit.stop()
             self._close_if_done(visit)
 
@@ -658,6 +687,8 @@ class Host:
         self._say_closed(visit)
 
     def _say_closed(self, visit: Visit) -> None:
+        if visit.cut_off:
+            return
         if self._observer is not None:
             gone = {edge for edge, reader in visit.credits.items() if reader.gone}
             for part in self._observer.closed(visit.request, gone):

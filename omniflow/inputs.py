@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from omniflow.errors import ProtocolError
 from omniflow.media import Options
 from omniflow.transport.codec import encode
 
@@ -29,7 +28,7 @@ class KeptInputs:
         """Keep what a request enters with, if there is room. None too where it could not enter at all."""
         try:
             size_bytes = sum(encoded.num_bytes for encoded in map(encode, items))
-        except ProtocolError:
+        except Exception:  # noqa: BLE001 - code of the caller's types: it is told where the request enters
             return None
         if self.held_bytes + size_bytes > self._limit_bytes:
             return None

@@ -25,6 +25,7 @@ import anyio.abc
 import msgspec
 
 from omniflow.admission import Admission, Place
+from omniflow.cancellation import is_cancelled
 from omniflow.config import RuntimeConfig
 from omniflow.engine.stats import EngineStats
 from omniflow.errors import (
@@ -32,6 +33,7 @@ from omniflow.errors import (
     DeadlineError,
     ErrorInfo,
     InvalidInputError,
+    OmniflowError,
     ProtocolError,
     RequestError,
     StageDiedError,
@@ -293,9 +295,12 @@ class Runtime:
         self._requests[reply.number] = reply
         reply.expiry = asyncio.get_running_loop().call_at(expires, self._expire, reply)
         try:
-            await self._open(reply, items, options)
-        except BaseException:
+            with anyio.CancelScope() as reply.taking:
+                await self._open(reply, items, options)
+        except BaseException as error:
             self.end_request(reply, CancelledError("the request could not enter the graph"))
+            if isinstance(error, Exception) and not isinstance(error, OmniflowError):
+                raise _cannot_travel(reply.plan.entry, error) from error
             raise
         if reply.error is not None and isinstance(reply.error, InvalidInputError):
             raise fresh(reply.error)
@@ -343,6 +348,10 @@ class Runtime:
         except RequestError as error:
             self.end_request(reply, error)
             return
+        except Exception as error:  # a value of the caller's whose own code fails as it is encoded
+            log.error("request %s: its input cannot travel", reply.request_id, exc_info=error)
+            self.end_request(reply, _cannot_travel(edge, error))
+            return
         if edge.kind == "stream":
             self._send(edge.target_host, End(edge.id, number, credits.seq))
 
@@ -351,6 +360,8 @@ class Runtime:
         edge = reply.plan.entry
         with anyio.CancelScope() as reply.taking:
             try:
+                if reply.ended:  # before this task had begun
+                    return
                 async for item in source:
                     _check_item(edge, item)
                     seq = await reply.credits.take()
@@ -367,10 +378,15 @@ class Runtime:
                 log.error("request %s: its input broke off", reply.request_id, exc_info=error)
                 broken = f"input {edge.source_port!r} broke off: {type(error).__name__}: {error}"
                 self.end_request(reply, InvalidInputError(broken, param=edge.source_port))
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
+                broken = f"input {edge.source_port!r} broke off: it was cancelled from within"
+                self.end_request(reply, InvalidInputError(broken, param=edge.source_port))
             finally:
                 if isinstance(source, AsyncGenerator):
                     with anyio.CancelScope(shield=True):
-                        await source.aclose()
+                        await _close_source(source, reply.request_id)
 
     def _plan_for(self, entry: str, outputs: Collection[str] | None) -> RequestPlan:
         key = (entry, None if outputs is None else tuple(sorted(outputs)))
@@ -726,12 +742,29 @@ def _entering(edge: PlannedEdge, value: object) -> _Items:
     return items
 
 
+def _cannot_travel(edge: PlannedEdge, error: Exception) -> InvalidInputError:
+    """A value of the caller's that fails as it is encoded: a view with holes, a field that was never set."""
+    what = f"input {edge.source_port!r} cannot travel: {type(error).__name__}: {error}"
+    return InvalidInputError(what, param=edge.source_port)
+
+
+async def _close_source(source: AsyncGenerator[object], request_id: str) -> None:
+    """Let the caller's own code clean up; what it raises is no matter of the runtime's."""
+    try:
+        await source.aclose()
+    except Exception as error:
+        log.error("request %s: its input failed as it was closed", request_id, exc_info=error)
+
+
 def _check_size(options: Options | None, request_id: str | None) -> None:
     """Raises InvalidInputError, naming the largest option, where a request could not be opened in another process."""
     if request_id is not None and len(request_id) > MAX_REQUEST_ID_CHARS:
         raise InvalidInputError(f"a request_id may have {MAX_REQUEST_ID_CHARS} characters", param="request_id")
     options = options or Options()
-    size = len(msgspec.msgpack.encode(options))
+    try:
+        size = len(msgspec.msgpack.encode((request_id, options)))
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"request_id and options have to be whole characters: {error}") from None
     if size > MAX_OPTIONS_BYTES:
         sizes = {name: len(msgspec.msgpack.encode(value)) for name, value in msgspec.structs.asdict(options).items()}
         name = max(sizes, key=sizes.__getitem__)

@@ -390,6 +390,9 @@ class Supervisor:
                 self._not_connected(child, self.children[message.peer], message.number)
             case HostFailed():
                 child.failure = message
+                if child.state == "ready":  # to close its actors may take it seconds
+                    child.state = "down"
+                    self._events.on_down(host, message.message)
                 if self._tasks is not None:
                     self._tasks.start_soon(self._kill_if_it_stays, child, child.process)
 

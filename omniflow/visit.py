@@ -11,7 +11,7 @@ import anyio
 import msgspec
 
 from omniflow.actor import Context, Emit, Outputs, Port, Ports
-from omniflow.errors import EdgeFullError, ProtocolError, UnsupportedError
+from omniflow.errors import EdgeFullError, ProtocolError, RequestError, UnsupportedError
 from omniflow.mailbox import Credits, Mailbox
 from omniflow.messages import Closed, Waiting
 from omniflow.topology import Refusal, type_name
@@ -136,7 +136,10 @@ class Run:
 class Visit:
     """All of one request in this host. `over` is set by a failure or a cancel, and nothing starts after that."""
 
-    __slots__ = ("_dropped", "context", "credits", "num_running", "over", "request", "runs", "scopes", "unfinished")
+    __slots__ = (
+        *("_dropped", "context", "credits", "cut_off", "num_running", "over", "request", "runs", "scopes"),
+        "unfinished",
+    )
 
     def __init__(self, request: int, context: Context) -> None:
         self.request = request
@@ -148,6 +151,8 @@ class Visit:
         self.unfinished: tuple[Waiting, ...] = ()
         self._dropped: dict[int, int] = {}
         self.over = False
+        self.cut_off = False
+        """The host ends before it does, and is not through with it."""
 
     def run_of(self, stage: str) -> Run | None:
         """The run of a stage that may still get something; None once it is through, even where its row goes on."""
@@ -245,9 +250,13 @@ class PortEmit(Emit[Any]):
         only = self._only
         if only is not None and not self._num_waiting and (seq := only.credits.try_take()) >= 0:
             # One reader, which has room: most often there is nothing to wait for.
-            pending = (
-                self._send_item(only, seq, value) if only.loop else only.send(only.edge, self._request, seq, value)
-            )
+            try:
+                pending = (
+                    self._send_item(only, seq, value) if only.loop else only.send(only.edge, self._request, seq, value)
+                )
+            except RequestError:
+                only.credits.untake()  # it has not left, and `run` may go on with another
+                raise
             if pending is not None:
                 await self._in_turn(self._leave, only, pending)
         else:
@@ -274,7 +283,11 @@ class PortEmit(Emit[Any]):
 
     async def _send_to(self, reader: Reader, value: Any) -> None:
         seq = reader.credits.try_take()
-        pending = self._send_item(reader, seq, value) if seq >= 0 else None
+        try:
+            pending = self._send_item(reader, seq, value) if seq >= 0 else None
+        except RequestError:
+            reader.credits.untake()
+            raise
         if pending is not None:
             await self._leave(reader, pending)
 
@@ -286,7 +299,7 @@ class PortEmit(Emit[Any]):
     async def _leave(self, reader: Reader, pending: Awaitable[None]) -> None:
         try:
             await pending
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, RequestError):
             # A wait that is cancelled has sent nothing, and `run` may go on after a timeout of its own.
             reader.credits.untake()
             raise

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Callable
 
 import anyio
 import pytest
@@ -95,6 +96,48 @@ async def test_where_it_breaks_off_the_request_ends_and_the_next_one_works() -> 
             await (await runtime.submit("text", broken())).collect()
         assert caught.value.param == "text"
         assert (await (await runtime.submit("text", Source(TextDelta("b"))())).collect())["text"] == [TextDelta("B")]
+
+
+async def cancelled_within() -> AsyncGenerator[TextDelta]:
+    """As a socket's reader that somebody else has cancelled."""
+    yield TextDelta("a")
+    task = asyncio.get_running_loop().create_task(asyncio.sleep(9))
+    task.cancel()
+    await task
+
+
+async def closed_badly() -> AsyncGenerator[object]:
+    try:
+        yield 7
+    finally:
+        raise ConnectionError("the socket is gone already")
+
+
+@pytest.mark.parametrize("cluster", [INLINE, CPU], ids=["one process", "two"])
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [(cancelled_within, "broke off: it was cancelled from within"), (closed_badly, "takes TextDelta, but got int")],
+)
+async def test_a_source_of_whatever_kind_does_not_end_the_runtime(
+    cluster: Cluster, source: Callable[[], AsyncGenerator[object]], message: str
+) -> None:
+    async with running(upper(), cluster) as runtime:
+        other = await runtime.submit("text", Source(TextDelta("b"), forever=True)())
+        with pytest.raises(InvalidInputError, match=message):
+            await (await runtime.submit("text", source())).collect()
+        assert (await anext(other)).value == TextDelta("B")
+        await other.cancel()
+
+
+async def test_a_source_whose_request_ends_before_it_is_asked_is_let_go_of() -> None:
+    taken = Source(forever=True)
+    async with running(upper()) as runtime:
+        before = asyncio.all_tasks()
+        reply = await runtime.submit("text", taken())
+        await reply.cancel()
+        with anyio.fail_after(HANGS_S):
+            while asyncio.all_tasks() - before:
+                await anyio.sleep(0)
 
 
 async def test_an_error_of_ours_is_told_as_it_is() -> None:

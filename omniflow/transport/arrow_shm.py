@@ -396,6 +396,8 @@ class ArrowShmLink(Link):
         except (RuntimeError, MemoryError) as error:  # as torch says that its device is full
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             failure = UnavailableError(f"a value cannot be taken in here: {reason}")
+        except Exception as error:  # noqa: BLE001 - the boundary to the types of the graph (`__post_init__`)
+            failure = ProtocolError(f"the value is refused by its type: {type(error).__name__}: {error}")
         else:
             self._receiver.on_item(self, item.edge, item.request, item.seq, value)
             return
