@@ -762,7 +762,8 @@ def _check_size(options: Options | None, request_id: str | None) -> None:
         raise InvalidInputError(f"a request_id may have {MAX_REQUEST_ID_CHARS} characters", param="request_id")
     options = options or Options()
     try:
-        size = len(msgspec.msgpack.encode((request_id, options)))
+        msgspec.msgpack.encode(request_id)
+        size = len(msgspec.msgpack.encode(options))
     except UnicodeEncodeError as error:
         raise InvalidInputError(f"request_id and options have to be whole characters: {error}") from None
     if size > MAX_OPTIONS_BYTES:
