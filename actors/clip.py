@@ -141,7 +141,12 @@ class _Mp3:
                 for frame in decoded:
                     if frame.sample_rate != self.samplerate:
                         raise _BrokenError(f"{self.samplerate} Hz become {frame.sample_rate} Hz amid it")
-                    yield frame.to_ndarray().mean(axis=0, dtype=np.float32)
+                    yield _in_one(frame.to_ndarray()).mean(axis=0, dtype=np.float32)
+
+
+def _in_one(samples: np.ndarray) -> np.ndarray:
+    """Samples in [-1, 1]: FFmpeg's decoders of layers 1 and 2 may give integers."""
+    return samples if samples.dtype.kind == "f" else samples / np.float32(-float(np.iinfo(samples.dtype).min))
 
 
 def _forwards(data: bytes) -> soundfile.SoundFile:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import IntEnum
+from itertools import accumulate
 from typing import NamedTuple
 
 import regex
@@ -31,6 +32,7 @@ GRAPHEME = regex.compile(r"\X")
 IS_BLANK = regex.compile(BLANK, regex.V1)
 IS_WIDE = regex.compile(rf"[{UNSPACED}{WIDE_MARKS}]", regex.V1)
 IDEOGRAPH = regex.compile(r"\p{Han}")
+FIGURE = regex.compile(r"\p{Nd}")
 SYLLABLE = regex.compile(r"[\p{Hiragana}\p{Katakana}\p{Hangul}]", regex.V1)
 
 CLOSERS = r"""[\p{Pe}\p{Pf}"'*_`~]*"""
@@ -81,14 +83,16 @@ class Place(NamedTuple):
     strength: Strength
 
 
-def size_of(text: str) -> int:
-    """How long `text` takes to say, in Latin letters: an ideograph counts as 3, kana and hangul as 2.
+def size_of(text: str, figure: int = 5) -> int:
+    """How long `text` takes to say, in Latin letters: an ideograph counts as 3, kana and hangul as 2, and a
+    figure as `figure`: as many letters a figure has when it is said, and more where it stands for thousands.
 
     Never less than `len(text)`.
     """
+    size = len(text) + (figure - 1) * len(FIGURE.findall(text))
     if text.isascii():
-        return len(text)
-    return len(text) + 2 * len(IDEOGRAPH.findall(text)) + len(SYLLABLE.findall(text))
+        return size
+    return size + 2 * len(IDEOGRAPH.findall(text)) + len(SYLLABLE.findall(text))
 
 
 def places(text: str) -> Iterator[Place]:
@@ -169,4 +173,7 @@ def _last_grapheme(text: str, max_size: int) -> int:
         if size > max_size:
             break
         at = grapheme.end()
-    return at or max_size
+    if at:
+        return at
+    sizes = accumulate(map(size_of, text))
+    return max(1, sum(size <= max_size for size in sizes))

@@ -67,11 +67,12 @@ class StopFilter:
     def push(self, text: str) -> str:
         """What of the text so far is surely not part of a stop string."""
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        # The one that is whole first, however the text came: another may begin earlier and end later.
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.stopped = True
             self._held = ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
@@ -206,7 +207,8 @@ class _Answer:
         self._parser = ToolCallParser(ctx.request_id, parallel=options.parallel_tool_calls) if options.tools else None
 
     async def push(self, text: str) -> None:
-        await self._send([Piece(text, text)] if self._parser is None else self._parser.push(text))
+        if text:  # with nothing, the log-probabilities of what is held back would go nowhere
+            await self._send([Piece(text, text)] if self._parser is None else self._parser.push(text))
 
     async def end(self, cut: bool) -> None:
         await self._send([] if self._parser is None else self._parser.end())

@@ -30,6 +30,7 @@ _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _CALLED = re.compile(r"(?:电话|手机|号码|热线|拨打|致电|分机|验证码|房间)(?:号|是|为)*[\s:：]*[0-9][0-9-]*")
 """A number that is said figure by figure, as its name tells."""
 _FIGURES = dict(zip("0123456789", "零幺二三四五六七八九", strict=True))
+_RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 _HALF_DAY = re.compile(r"[0-9]\s*[AaPp]\.?[Mm]\b")
 
 
@@ -40,7 +41,7 @@ class SpokenText:
 
     def __call__(self, text: str, before: str = "") -> str:
         """`text` without figures; `before` is what was said before it. What has nothing to write out stays as it is."""
-        text = "".join(map(_ascii_digit, text))
+        text = "".join(map(_ascii_digit, _without_raised(text) if "\\" in text else text))
         parts, chinese = [], _is_chinese(before)
         for sentence in _SENTENCE.findall(text):
             if _LETTER.search(sentence):
@@ -95,6 +96,12 @@ def _is_chinese(text: str) -> bool:
 def _ascii_digit(character: str) -> str:
     """Digits of other scripts are read as ours: normt2s fails on some."""
     return str(unicodedata.decimal(character)) if character.isdecimal() else character
+
+
+def _without_raised(text: str) -> str:
+    """Raised figures as powers, and lowered ones and those in circles as ours: behind LaTeX normt2s fails on them."""
+    text = _RAISED.sub(lambda raised: "^{" + "".join(str(unicodedata.digit(each)) for each in raised[0]) + "}", text)
+    return "".join(str(unicodedata.digit(each)) if each.isdigit() else each for each in text)
 
 
 def _between_blanks(text: str, said: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import struct
 import warnings
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ could keep an encoder busy for hours. Encoders write about 10.
 """
 _MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])")
 """What a JPEG consists of, and not a byte of what was compressed, nor a place to restart in that."""
+_ORIENTATION = 0x0112
+"""The tag of an EXIF that says how an image is to be turned."""
 _AT_MOST = f"at most {MAX_PIXELS // 10**6} million are taken"
 
 
@@ -37,7 +40,7 @@ def read_picture(data: bytes, where: str) -> Image:
     It is turned as its EXIF orientation says; what is transparent lies on white. Raises InvalidInputError, which says
     `where` it is, for what is no such image, is broken, or is larger than `MAX_PIXELS`.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
@@ -47,12 +50,13 @@ def read_picture(data: bytes, where: str) -> Image:
             if _num_scans(data) > MAX_SCANS:
                 raise _invalid(f"{where}: the JPEG goes over its pixels more than {MAX_SCANS} times; send it baseline")
             picture.load()
-            return _on_white(_in_8_bits(ImageOps.exif_transpose(picture)))
+            return _on_white(_in_8_bits(_upright(picture)))
     except UnidentifiedImageError as error:
         raise _invalid(f"{where}: the image is not a png, jpeg or webp file") from error
     except Image.DecompressionBombError as error:  # of a head that claims more than 179 million
         raise _invalid(f"{where}: the image has too many pixels; {_AT_MOST}") from error
-    except (OSError, SyntaxError, ValueError, IndexError, EOFError) as error:  # what Pillow's readers stumble over
+    # What Pillow's readers stumble over.
+    except (OSError, SyntaxError, ValueError, TypeError, IndexError, EOFError, struct.error) as error:
         raise _invalid(
             f"{where}: the image cannot be decoded ({error}); send it whole, as png, jpeg or webp"
         ) from error
@@ -67,6 +71,22 @@ def _num_scans(data: bytes) -> int:
         count += marker[1] == b"\xda"
         at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
     return count
+
+
+def _upright(picture: Image) -> Image:
+    """Turned as its EXIF orientation says. ImageOps.exif_transpose would write all of the EXIF again, and fails with
+    whatever error for many a tag that no one has to read.
+    """
+    from PIL.Image import Transpose
+
+    try:
+        orientation = picture.getexif().get(_ORIENTATION)
+    except (OSError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, struct.error):
+        return picture  # an EXIF that nobody can read says nothing
+    turns = (None, None, Transpose.FLIP_LEFT_RIGHT, Transpose.ROTATE_180, Transpose.FLIP_TOP_BOTTOM,
+             Transpose.TRANSPOSE, Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90)  # fmt: skip
+    turn = turns[orientation] if isinstance(orientation, int) and 0 <= orientation < len(turns) else None
+    return picture if turn is None else picture.transpose(turn)
 
 
 def _in_8_bits(picture: Image) -> Image:

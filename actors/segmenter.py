@@ -67,7 +67,7 @@ class Segmenter(SegmenterRole):
             late = late or limit.cancelled_caught
             while buffer and (cut := self._cut(buffer, index, late, ended)) is not None:
                 await emit.send(Segment(buffer[:cut], index))
-                pace.spoke(self._size_of(buffer[:cut]))
+                pace.spoke(self._size_of(buffer[:cut], figure=1))  # at least
                 buffer, index, late = buffer[cut:], index + 1, False
 
     def _cut(self, buffer: str, index: int, late: bool, ended: bool) -> int | None:

@@ -105,13 +105,15 @@ class ToolCallParser:
             return Piece(found[0], call=self._called(_string(found[1]), ""))
         body, closed, _ = self._held[len(OPEN) :].partition(CLOSE)
         begun = body.lstrip()
-        if not closed and (not begun or begun.startswith("{")):
+        if begun and not begun.startswith("{"):  # no call, however much of it is here: one may begin in it
+            self._next = self._text
+            return Piece(OPEN, text=OPEN)
+        if not closed:
             return None
         self._next = self._text
-        if closed and (call := _whole(body)) is not None:
-            return Piece(OPEN + body + CLOSE, call=self._called(*call))
-        raw = OPEN + body + closed if closed else OPEN
-        return Piece(raw, text=raw)
+        raw = OPEN + body + CLOSE
+        call = _whole(body)
+        return Piece(raw, text=raw) if call is None else Piece(raw, call=self._called(*call))
 
     def _arguments(self) -> Piece | None:
         """Arguments, to the brace that ends them."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from actors.mel import HOP, SAMPLE_RATE_HZ, log_mel, mel_filters
+from actors.tokenizer import encode_texts
 from actors.whisper.windows import SILENCE, WINDOWS_S, cut, window_s
 from omniflow.errors import WeightsError
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 224
 """Of a text, and of what may stand before it."""
+MAX_HINT = 1 << 15
+"""Characters of a hint that are looked at, the last ones: more than `MAX_TOKENS` tokens have."""
 FRAME = 2 * HOP
 """Samples that a position of the encoder stands for."""
 FRAME_S = FRAME / SAMPLE_RATE_HZ
@@ -108,23 +111,26 @@ class Whisper:
         draws from what is likely, in place of the likeliest.
         """
         # Fast speech has 6 tokens a second; a loop in a short window is cut off at twice that.
-        most = MAX_TOKENS if length_s == WINDOWS_S[-1] else 16 + 12 * max(map(len, windows)) // SAMPLE_RATE_HZ
+        # Of each its own: what is beside a window does not change its text.
+        whole = length_s == WINDOWS_S[-1]
+        mosts = [MAX_TOKENS if whole else 16 + 12 * len(window) // SAMPLE_RATE_HZ for window in windows]
         prompt = self._hinted(hint)
         results = self._model.generate(
             encoded,
             [prompt] * len(windows),
             beam_size=1,
-            max_length=min(2 * MAX_TOKENS, 2 * most + len(prompt)),  # Whisper models of CTranslate2 stop at half of it
+            # Whisper models of CTranslate2 stop at half of it.
+            max_length=min(2 * MAX_TOKENS, 2 * max(mosts) + len(prompt)),
             return_scores=True,
             return_no_speech_prob=True,
             sampling_topk=0 if temperature > 0 else 1,
             sampling_temperature=temperature or 1.0,
         )
-        return [self._heard(result, most) for result in results]
+        return [self._heard(result, most) for result, most in zip(results, mosts, strict=True)]
 
     def words(self, encoded: ctranslate2.StorageView, window: np.ndarray, heard: Heard) -> list[TimedWord]:
         """The words of a window with their times; `encoded` is of that window alone."""
-        if not heard.ids:
+        if not heard.ids or len(window) < FRAME:  # less than a frame is no word, and has no alignment
             return []
         (aligned,) = self._model.align(encoded, [self._start], [list(heard.ids)], [len(window) // HOP])
         return list(self._words(window, heard.ids, aligned))
@@ -133,11 +139,8 @@ class Whisper:
         if not hint.strip():
             return self._prompt
         # A hint is text, even where it spells a mark like <|endoftext|>: those come behind all tokens of text.
-        said = [
-            token
-            for token in self._tokenizer.encode(" " + hint.strip(), add_special_tokens=False).ids
-            if token < self._end
-        ]
+        (ids,) = encode_texts(self._tokenizer, [" " + hint.strip()[-MAX_HINT:]])
+        said = [token for token in ids if token < self._end]
         return [self._previously, *said[-(MAX_TOKENS - 1) :], *self._prompt]
 
     def _heard(self, result: ctranslate2.models.WhisperGenerationResult, most: int) -> Heard | None:

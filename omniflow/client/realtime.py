@@ -55,16 +55,20 @@ async def spoken_turn(socket: ClientConnection, speech: bytes, ends: Ends, inter
     """
     turn = new_turn()
     speaker = _Speaker(socket, speech, ends)
-    async with anyio.create_task_group() as tasks:
-        if ends == "vad":
-            tasks.start_soon(speaker.speak_into_microphone, turn)
-        else:
-            await _speak(socket, speech, paced=False)
-            await _send(socket, {"type": "input_audio_buffer.commit"})
-            await _send(socket, {"type": "response.create"})
-            turn.times.started_s = time.monotonic()
-        error = await _heard(socket, turn, interrupt_after_s, speaker)
-        tasks.cancel_scope.cancel()
+    error: ServerError | None = None
+    try:
+        async with anyio.create_task_group() as tasks:
+            if ends == "vad":
+                tasks.start_soon(speaker.speak_into_microphone, turn)
+            else:
+                await _speak(socket, speech, paced=False)
+                await _send(socket, {"type": "input_audio_buffer.commit"})
+                await _send(socket, {"type": "response.create"})
+                turn.times.started_s = time.monotonic()
+            error = await _heard(socket, turn, interrupt_after_s, speaker)
+            tasks.cancel_scope.cancel()
+    except* (OSError, websockets.WebSocketException) as lost:
+        error = error or ServerError(f"the server broke the session off: {lost.exceptions[0]}", "broken_off")
     if error is not None:  # raised out here, it is no group of one
         raise error
     turn.ended_s = time.monotonic()

@@ -38,8 +38,9 @@ async def create_chat_completion(service: Service, call: Call) -> None:
     if options.tools:
         service.require_output("chat", "tool_calls", param="tools")
     answering = _answering(service, call, request)
-    chat = await _conversation(service, request)
-    submission = _Submission(service, call, chat, options, _wanted(service, request, options))
+    deadline = anyio.current_time() + call.deadline_s if call.deadline_s is not None else None
+    chat = await _conversation(service, request, call.deadline_s)
+    submission = _Submission(service, call, chat, options, _wanted(service, request, options), deadline)
     try:
         async with choices(submission, answering.n) as outputs:
             if request.stream:
@@ -55,13 +56,15 @@ async def create_chat_completion(service: Service, call: Call) -> None:
 class _Submission:
     """Starts the choices of a request: each with a seed of its own, all within one deadline."""
 
-    def __init__(self, service: Service, call: Call, chat: Chat, options: Options, wanted: frozenset[str]) -> None:
+    def __init__(
+        self, service: Service, call: Call, chat: Chat, options: Options, wanted: frozenset[str], deadline: float | None
+    ) -> None:
         self._service = service
         self._call = call
         self._chat = chat
         self._options = options
         self._wanted = wanted
-        self._deadline = anyio.current_time() + call.deadline_s if call.deadline_s is not None else None
+        self._deadline = deadline
 
     async def __call__(self, index: int) -> Reply:
         options = self._options
@@ -88,9 +91,9 @@ def _wanted(service: Service, request: ChatRequest, options: Options) -> frozens
     return frozenset(wanted.intersection(service.runtime.plan.outputs_of("chat")))
 
 
-async def _conversation(service: Service, request: ChatRequest) -> Chat:
+async def _conversation(service: Service, request: ChatRequest, deadline_s: float | None) -> Chat:
     wanted = list(wanted_media(request.messages)) if service.remote is not None else []
-    fetched = await service.remote.fetch(wanted) if service.remote is not None and wanted else {}
+    fetched = await service.remote.fetch(wanted, deadline_s) if service.remote is not None and wanted else {}
     return chat_of(request.messages, service.transcripts, fetched)
 
 

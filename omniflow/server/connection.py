@@ -7,6 +7,8 @@ hundred such clients would hold all the descriptors of the process.
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
@@ -60,6 +62,15 @@ class Connection(H11Protocol):
             self._wait_for_head()
         else:
             self._stop_waiting()
+        self._keep_listening()
+
+    def _keep_listening(self) -> None:
+        """uvicorn reads no further where anything follows a request: nobody would see then that its client has gone."""
+        at_work = self.cycle is not None and not self.cycle.response_complete
+        if at_work and self.conn.their_state is h11.DONE:
+            ahead, _ = self.conn.trailing_data
+            if len(ahead) <= self.limits.max_header_bytes:
+                self.flow.resume_reading()
 
     def _owes_us(self) -> bool:
         """True while the head of a request is to come, or the rest of a body whose request was answered before it."""
@@ -158,10 +169,18 @@ class Connection(H11Protocol):
             if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > self.limits.max_header_bytes:
                 self._refuse(431, "header_too_large", f"the head is larger than {self.limits.max_header_bytes} bytes")
                 return
-            scope[_BREAK_OFF] = self._break_off
+            # To HTTP/1.0 (some proxies) the end of a connection is the end of a reply; a reset is not.
+            scope[_BREAK_OFF] = self._reset if scope["http_version"] == "1.0" else self._break_off
             await app(scope, receive, send)
 
         return limited
+
+    def _reset(self) -> None:
+        """Close so that the other end gets an error, whatever was still to be sent."""
+        linger_not = struct.pack("ii", 1, 0)
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger_not)
+        self._break_off()
+        self.transport.abort()
 
     def _break_off(self) -> None:
         """Close once all is written that was handed over. The application is told that its client has gone."""

@@ -31,6 +31,8 @@ _STATES_LENGTH = ("wav", "w64", "flac", "mov,mp4,m4a,3gp,3g2,mj2", "matroska,web
 """Containers whose head tells how much sound follows. Others are streams: what there is of them is all there is."""
 _OPEN_RIFF_BYTES = 0x7FFF0000
 """Sizes from here on are written by those who do not know the size."""
+_LEAST_HZ = 4_000
+"""Of a file. One of 1 Hz would become 16 000 times as many samples: 125 bytes of FLAC are 260 MB then."""
 _CUT_OFF_S = 0.5
 """Sound that may be missing from a file: encoders' padding is counted by some and not by others."""
 
@@ -129,6 +131,10 @@ class _Mixer:
         """What `frame` adds."""
         import av
 
+        if frame.sample_rate < _LEAST_HZ:
+            raise InvalidInputError(
+                f"file: sound of {frame.sample_rate} Hz is not taken; send {_LEAST_HZ} Hz or more", param="file"
+            )
         form = (frame.format.name, frame.layout.name, frame.sample_rate)
         if self._resampler is None or form != self._form:
             yield from self.rest()

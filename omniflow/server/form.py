@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import BinaryIO, TypeVar
 
 import msgspec
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -17,6 +18,9 @@ from omniflow.server.failures import MalformedBodyError
 
 T = TypeVar("T")
 _FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
+_CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "iso-8859-1", "latin-1", "windows-1252"})
+"""What a form may say of itself. To Starlette the charset is the name of any codec of Python's: some raise what nobody
+catches ("undefined"), and what some make of bytes is no text ("unicode_escape": half a surrogate pair)."""
 _MOST_FILES, _MOST_FIELDS, _MOST_FIELD_BYTES = 4, 64, 2**16
 
 
@@ -61,6 +65,10 @@ async def read_form(request: Request) -> AsyncIterator[Form]:
 
     Raises MalformedBodyError for what is no such form; a body of another type is a form without fields.
     """
+    _, options = parse_options_header(request.headers.get("content-type"))
+    charset = options.get(b"charset", b"utf-8").decode("latin-1").lower()
+    if charset not in _CHARSETS:
+        raise MalformedBodyError(f"content-type: the charset {charset[:64]!r} is not taken; send the form in utf-8")
     try:
         data = await request.form(max_files=_MOST_FILES, max_fields=_MOST_FIELDS, max_part_size=_MOST_FIELD_BYTES)
     except HTTPException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
@@ -32,17 +33,22 @@ class KeptValues(Generic[K, V]):
     def __contains__(self, key: K) -> bool:
         return key in self._values
 
-    async def get(self, key: K, make: Callable[[], Awaitable[V]]) -> V:
-        """The value of `key`; `make` is called where there is none, and nobody makes it already.
+    async def get(self, key: K, make: Callable[[], Awaitable[V]], *, within_s: float = math.inf) -> V | None:
+        """The value of `key`; `make` is called where there is none, and nobody makes it already. None where somebody
+        does, and it has not come `within_s`.
 
         Raises what `make` does. If it fails or is cancelled, that ends the call it belongs to and no other: of those
         who wait, one makes the value with its own `make`.
         """
+        ends_s = anyio.current_time() + within_s
         while key not in self._values:
             making = self._making.get(key)
             if making is None:
                 return await self._make(key, make)
-            await making.over.wait()
+            with anyio.CancelScope(deadline=ends_s):
+                await making.over.wait()
+            if not making.over.is_set():
+                return None
             if making.made is not None:
                 return making.made[0]
         self._values.move_to_end(key)

@@ -6,9 +6,10 @@ import functools
 import hashlib
 from typing import TYPE_CHECKING
 
+import anyio
 from msgspec import Struct
 
-from omniflow.errors import InvalidInputError, ProtocolError
+from omniflow.errors import DeadlineError, InvalidInputError, ProtocolError
 from omniflow.media import VoiceCode, VoiceSample
 from omniflow.server.kept import KeptValues
 
@@ -54,8 +55,13 @@ class LearnedVoices:
                 f"{at}: the recording has {len(data)} bytes; at most {MAX_SAMPLE_BYTES} are taken", param=at
             )
         key = hashlib.sha256(data).digest()
-        learn = functools.partial(_learn, runtime, VoiceSample(data, at), deadline_s, request_id)
-        return await self._codes.get(key, learn)
+        given_s = deadline_s or runtime.config.deadline_s
+        ends_s = anyio.current_time() + given_s
+        learn = functools.partial(_learn, runtime, VoiceSample(data, at), ends_s, request_id)
+        code = await self._codes.get(key, learn, within_s=given_s)
+        if code is None:
+            raise DeadlineError(f"the deadline of {given_s:.3g} s passed while another request learned the same voice")
+        return code
 
     def find(self, name: str | None) -> NamedCode | None:
         """The uploaded voice of this name."""
@@ -76,7 +82,8 @@ class LearnedVoices:
         return self._named.pop(name, None) is not None
 
 
-async def _learn(runtime: Runtime, sample: VoiceSample, deadline_s: float | None, request_id: str) -> bytes:
+async def _learn(runtime: Runtime, sample: VoiceSample, ends_s: float, request_id: str) -> bytes:
+    deadline_s = max(0.001, round(ends_s - anyio.current_time(), 3))
     reply = await runtime.submit(
         "voice", sample, outputs={"voice"}, deadline_s=deadline_s, request_id=f"{request_id}-voice"
     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import anyio
 import anyio.to_thread
 
-from omniflow.errors import InvalidInputError, OverloadedError, RequestError
+from omniflow.errors import DeadlineError, InvalidInputError, OverloadedError, RequestError
 from omniflow.server.failures import BodyTooLargeError
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ class RemoteMedia:
         self._tls = tls
         self._places = anyio.Semaphore(limits.max_at_once)
 
-    async def fetch(self, wanted: Iterable[Wanted]) -> dict[str, Fetched]:
+    async def fetch(self, wanted: Iterable[Wanted], deadline_s: float | None = None) -> dict[str, Fetched]:
         """What the URLs of one request lead to, each fetched once. All errors name the field of the URL.
 
-        Raises InvalidInputError where one cannot be fetched, BodyTooLargeError where they are too large together, and
-        OverloadedError where too many are being fetched.
+        Raises InvalidInputError where one cannot be fetched, BodyTooLargeError where they are too large together,
+        OverloadedError where too many are being fetched, and DeadlineError where they take longer than `deadline_s`.
         """
         first = {each.url: each for each in reversed(list(wanted))}
         if len(first) > self._limits.max_urls:
@@ -118,11 +118,14 @@ class RemoteMedia:
                 errors.append(error)
                 group.cancel_scope.cancel()
 
-        async with anyio.create_task_group() as group:
-            for each in first.values():
-                group.start_soon(fetch_one, each)
+        with anyio.move_on_after(deadline_s) as scope:
+            async with anyio.create_task_group() as group:
+                for each in first.values():
+                    group.start_soon(fetch_one, each)
         if errors:
             raise errors[0]
+        if scope.cancelled_caught:
+            raise DeadlineError(f"the deadline of {deadline_s:g} s passed while media were fetched")
         return found
 
     async def _in_time(self, wanted: Wanted, budget: _Budget) -> Fetched:
@@ -202,13 +205,15 @@ async def _read(reply: httpx.Response, at: str, budget: _Budget) -> Fetched:
     if reply.headers.get("content-encoding", "identity") != "identity":
         raise _refused(at, "sent a compressed body that was not asked for")
     declared = reply.headers.get("content-length", "")
-    if declared.isdecimal():
-        budget.take(int(declared), at)
+    taken = int(declared) if declared.isdecimal() else 0
+    budget.take(taken, at)
     data = bytearray()
     async for piece in reply.aiter_raw():
         data += piece
-        if not declared.isdecimal():
-            budget.take(len(piece), at)
+        # More than was declared comes where the body is chunked as well: then its head says nothing.
+        if len(data) > taken:
+            budget.take(len(data) - taken, at)
+            taken = len(data)
     if not data:
         raise _refused(at, "is empty")
     mime = reply.headers.get("content-type", "application/octet-stream").partition(";")[0].strip().lower()

@@ -137,15 +137,18 @@ async def _with_voice(
     if text is not None and not text.strip():
         param = f"{within}ref_text"
         raise InvalidInputError(f"{param}: is empty; give what is said in ref_audio, or leave it out", param=param)
-    data = await _recording(service, request.ref_audio, at)
+    started_s = anyio.current_time()
+    data = await _recording(service, request.ref_audio, at, deadline_s)
+    if deadline_s is not None and is_remote(request.ref_audio):
+        deadline_s = max(0.001, deadline_s - (anyio.current_time() - started_s))
     code = await service.learned.code_of(service.runtime, data, at, deadline_s=deadline_s, request_id=request_id)
     return msgspec.structs.replace(options, voice_code=code, voice_text=text or "")
 
 
-async def _recording(service: Service, given: str, at: str) -> bytes:
+async def _recording(service: Service, given: str, at: str, deadline_s: float | None) -> bytes:
     """The bytes of `ref_audio`, in whichever form it came."""
     remote = service.remote if is_remote(given) else None
-    fetched = await remote.fetch([Wanted(given, at)]) if remote is not None else {}
+    fetched = await remote.fetch([Wanted(given, at)], deadline_s) if remote is not None else {}
     if is_remote(given) or given[:5].lower() == "data:":
         return media_of(given, at, "audio/", fetched)[1]
     return bytes_of_base64(given, at)

@@ -246,3 +246,12 @@ async def test_a_folder_without_a_tokenizer_is_named(tmp_path: object) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(WeightsError, match="is not a tokenizer"):
         await actor.setup()
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [9]])
+def test_of_two_stop_strings_the_one_that_is_whole_first_stops(sizes: list[int]) -> None:
+    stops, text, given, at, turn = StopFilter(["c", "bcc"]), "abccd", "", 0, 0
+    while at < len(text) and not stops.stopped:
+        given += stops.push(text[at : at + sizes[turn % len(sizes)]])
+        at, turn = at + sizes[turn % len(sizes)], turn + 1
+    assert (given, stops.stopped) == ("ab", True)

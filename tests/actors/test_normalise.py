@@ -72,3 +72,8 @@ def test_any_text_is_read_and_no_word_is_lost(text: str) -> None:
     said = SPOKEN(text)
     assert not (re.search(r"[0-9]", said) and re.fullmatch(r"[0-9一-鿿 ]+", text))
     assert all(each in said for each in re.findall("[的是我한]", text))
+
+
+@pytest.mark.parametrize("text", ["\\pi r² is the area", "3 \\times 10⁸ m/s", "\\Delta E = m c² ①", "x₁ \\cdot y"])
+def test_raised_and_lowered_figures_beside_latex_are_read(text: str) -> None:
+    assert not any(character.isdigit() and not character.isdecimal() for character in SPOKEN(text))

@@ -144,3 +144,21 @@ def test_a_jpeg_that_goes_over_its_pixels_again_and_again_is_refused_before_it_i
     assert read_picture(most, "image 1").size == (80, 60)
     with pytest.raises(InvalidInputError, match="more than 100 times; send it baseline"):
         read_picture(data[:-2] + scan * (pictures.MAX_SCANS - scans + 1) + data[-2:], "image 1")
+
+
+@pytest.mark.parametrize(("tag", "value"), [(0x010F, 1.5), (0x011A, "ten"), (0x0100, "wide")])
+def test_an_exif_that_cannot_be_written_again_is_no_obstacle(tag: int, value: object) -> None:
+    """As cameras and editors leave them; the tag of the orientation is all that is read."""
+    kinds = {float: 5, str: 2}
+    entries = [(0x0112, 3, 1, (6).to_bytes(2, "little") + bytes(2))]
+    data = b"\x01\x00\x00\x00\x01\x00\x00\x00" if isinstance(value, float) else str(value).encode() + b"\0"
+    count = 1 if isinstance(value, float) else len(data)
+    where = (8 + 2 + 2 * 12 + 4).to_bytes(4, "little")
+    entries.append((tag, kinds[type(value)], count, where if len(data) > 4 else data.ljust(4, b"\0")))
+    body = b"".join(
+        each.to_bytes(2, "little") + kind.to_bytes(2, "little") + count.to_bytes(4, "little") + at
+        for each, kind, count, at in sorted(entries)
+    )
+    exif = b"Exif\0\0II*\0\x08\0\0\0\x02\0" + body + bytes(4) + data
+    wanted = scene(8, 4).transpose(Image.Transpose.ROTATE_270)
+    assert apart(encoded(scene(8, 4), "JPEG", exif=exif, quality=95, subsampling=0), wanted) < 4

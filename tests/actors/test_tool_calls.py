@@ -164,3 +164,12 @@ def test_ids_follow_from_the_request() -> None:
         return [piece.call.id for piece in pieces if piece.call and piece.call.id]
 
     assert ids("one") == ids("one") and len({*ids("one"), *ids("two")}) == 4
+
+
+def test_a_call_behind_a_tag_of_none_is_found_however_it_comes() -> None:
+    text = "<tool_call>\n" + call("f", {"a": 1})
+    found = {
+        json.dumps([parsed(text, sizes)[0], [each.name for each in parsed(text, sizes)[1]]])
+        for sizes in (None, [1], [7])
+    }
+    assert len(found) == 1 and json.loads(found.pop())[1] == ["f"]

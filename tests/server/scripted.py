@@ -12,6 +12,7 @@ import anyio.lowlevel
 import numpy as np
 
 from omniflow.actor import Actor, Emit, Stream
+from omniflow.config import RuntimeConfig
 from omniflow.engine.stats import EngineStats
 from omniflow.graph import Graph
 from omniflow.media import AudioChunk, Chat, Generated, Options, TextDelta, TextPart, ToolCallDelta
@@ -137,6 +138,7 @@ class ScriptedRuntime:
 
     def __init__(self, script: Sequence[Step] = HELLO, plan: Plan | None = None) -> None:
         self.plan = plan or parrot_plan()
+        self.config = RuntimeConfig()
         self.script = script
         self.scripts: list[Sequence[Step]] = []
         self.refusal: Exception | None = None

@@ -152,3 +152,14 @@ def test_of_a_wrong_word_the_right_ones_are_told(change: dict[str, object], para
         decode_json(json.dumps(HI | change).encode(), ChatRequest)
     assert refused.value.param == param
     assert refused.value.message.endswith(f"; expected one of {words}")
+
+
+@pytest.mark.parametrize("charset", ["undefined", "unicode_escape", "punycode", "no such"])
+async def test_a_form_of_an_odd_charset_is_refused(client: httpx.AsyncClient, charset: str) -> None:
+    """To Starlette it is the name of any codec of Python's."""
+    kind = f'multipart/form-data; boundary=b; charset="{charset}"'
+    response = await client.post(
+        "/v1/audio/transcriptions", content=MALFORMED["multipart"], headers={"content-type": kind}
+    )
+    assert response.status_code == 400
+    assert f"the charset '{charset}' is not taken" in response.json()["error"]["message"]

@@ -15,6 +15,7 @@ import pytest
 
 from omniflow.config import ServerConfig
 from omniflow.errors import StageDiedError
+from omniflow.media import TextDelta
 from omniflow.runtime import Output
 from omniflow.server.app import build_app
 from omniflow.server.serve import Address, serve
@@ -294,3 +295,61 @@ async def test_a_reply_that_fails_half_way_is_cut_without_a_fuss(
     errors: list[Any] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert errors == []
     assert "outcome=stage_died" in caplog.text
+
+
+async def test_a_reply_that_fails_half_way_does_not_look_whole_to_http_1_0(
+    runtime: ScriptedRuntime, address: Address
+) -> None:
+    """Its end is the end of the connection, so that must not be a quiet one."""
+    body = json.dumps({"model": "tiny", "input": "hi", "response_format": "pcm"}).encode()
+    runtime.script = [Output("audio", tone(5)), StageDiedError("gone")]
+    async with await anyio.connect_tcp(address.host, address.port) as stream:
+        head = b"POST /v1/audio/speech HTTP/1.0\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        await stream.send(head + body)
+        with anyio.fail_after(HANGS_S), pytest.raises(anyio.BrokenResourceError):
+            while True:
+                await stream.receive()
+    runtime.script = HELLO
+    await works(address)
+
+
+async def test_a_client_that_leaves_is_seen_behind_whatever_it_sent(runtime: ScriptedRuntime, address: Address) -> None:
+    runtime.script = [Output("text", TextDelta("Hel")), anyio.Event()]
+    async with await anyio.connect_tcp(address.host, address.port) as stream:
+        await stream.send(VALID + b"\r\n")
+        with anyio.fail_after(HANGS_S):
+            while not runtime.replies or not runtime.replies[0].num_taken:
+                await anyio.sleep(0.001)
+    with anyio.fail_after(HANGS_S):
+        await runtime.replies[0].left.wait()
+    runtime.script = HELLO
+    await works(address)
+
+
+# -- handshakes --------------------------------------------------------------------------------------------------------
+
+UPGRADE = (
+    b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
+    b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        HEAD + b"content-length: 2\r\n" + UPGRADE + b"\r\n{}",
+        b"GET /v1/realtime HTTP/1.1\r\nhost: x\r\ncookie: " + b"y" * 9000 + b"\r\n" + UPGRADE + b"\r\n",
+        b"GET /v1/realtime HTTP/1.1\r\nhost: x\r\nsec-websocket-protocol: \xe9\r\n" + UPGRADE + b"\r\n",
+    ],
+    ids=["post", "nine kilobytes of cookies", "not ascii"],
+)
+async def test_a_handshake_that_is_none_is_answered_and_closed(address: Address, wire: Wire, request_: bytes) -> None:
+    """Else whoever may open a connection could take all descriptors."""
+    await wire.stream.send(request_)
+    with anyio.fail_after(HANGS_S):
+        status, _, body = await wire.reply()
+        assert status in (400, 431) and json.loads(body)["error"]["message"]
+        with contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+            while True:
+                await wire.stream.receive()
+    await works(address)

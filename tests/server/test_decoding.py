@@ -8,6 +8,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+import soundfile
 
 from omniflow.errors import InvalidInputError
 from omniflow.server.decoding import Clip
@@ -121,3 +122,11 @@ def test_a_head_that_tells_of_more_sound_than_there_are_bytes_is_refused() -> No
     data[sizes + 8 : sizes + 16] = (1).to_bytes(4, "big") + (10**8).to_bytes(4, "big")
     with pytest.raises(InvalidInputError, match="file: its head tells of more sound than there are bytes"):
         read(bytes(data))
+
+
+def test_sound_of_a_few_hertz_is_refused() -> None:
+    """At 16 kHz each of its samples would be 16,000."""
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(4096, np.int16), 1, format="FLAC")
+    with pytest.raises(InvalidInputError, match="sound of 1 Hz is not taken; send 4000 Hz or more"):
+        read(file.getvalue())

@@ -146,3 +146,13 @@ async def test_it_is_a_least_recently_used_cache_within_its_bounds(asked: list[t
             model.popitem(last=False)
         assert len(values) == len(model) and all(each in values for each in model)
         assert values.num_bytes == sum(map(len, model.values())) <= 12
+
+
+async def test_one_who_waits_for_another_waits_no_longer_than_it_may() -> None:
+    values, maker = kept(), Maker(waits=True)
+    async with anyio.create_task_group() as group:
+        group.start_soon(values.get, "a", maker)
+        await settled(maker)
+        assert await values.get("a", maker, within_s=0.01) is None
+        maker.go.set()
+    assert await values.get("a", maker, within_s=0.01) == b"value" and maker.calls == 1

@@ -161,7 +161,7 @@ async def test_recordings_that_are_none_are_refused(
 async def test_a_recording_by_url_is_fetched(
     client: httpx.AsyncClient, runtime: ScriptedRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fetch(self: RemoteMedia, wanted: Sequence[object]) -> dict[str, Fetched]:
+    async def fetch(self: RemoteMedia, wanted: Sequence[object], deadline_s: float | None = None) -> dict[str, Fetched]:
         return {each.url: Fetched("audio/wav", SOUND) for each in wanted}  # type: ignore[attr-defined]
 
     monkeypatch.setattr(RemoteMedia, "fetch", fetch)

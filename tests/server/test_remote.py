@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.abc
 import httpx
 import msgspec
 import pytest
@@ -19,7 +21,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from omniflow.config import ServerConfig
-from omniflow.errors import InvalidInputError, OverloadedError
+from omniflow.errors import DeadlineError, InvalidInputError, OverloadedError
 from omniflow.media import AudioPart, Chat, ChatMessage, ImagePart, VideoPart
 from omniflow.server.app import build_app
 from omniflow.server.chat_request import ChatRequest, chat_of, wanted_media
@@ -338,3 +340,28 @@ async def test_the_server_fetches_only_where_it_is_told_to(address: Address, sit
             valid = {"model": "tiny", "messages": [{"role": "user", "content": [part_in]}]}
             assert (await client.post("/v1/chat/completions", json=valid)).status_code == 200
     assert site.asked == []
+
+
+async def test_more_than_was_declared_is_counted() -> None:
+    """Where a body is chunked as well, its declared length says nothing."""
+
+    async def site(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            await stream.receive()
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\ncontent-length: 10\r\n"
+            await stream.send(head + b"transfer-encoding: chunked\r\n\r\n")
+            with contextlib.suppress(anyio.BrokenResourceError):
+                for _ in range(1000):
+                    await stream.send(b"2710\r\n" + bytes(10_000) + b"\r\n")
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, site)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+        with pytest.raises(BodyTooLargeError, match="larger than 50000 bytes"):
+            await fetched(f"http://site.test:{port}/a.png", max_bytes=50_000)
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_request_does_not_wait_for_media_longer_than_its_deadline(address: Address) -> None:
+    with pytest.raises(DeadlineError, match="0.05 s passed while media were fetched"):
+        await remote().fetch([Wanted(f"http://site.test:{address.port}/slow", "here")], 0.05)

@@ -105,8 +105,8 @@ class Hearing:
 
     def push(self, probability: float) -> Heard | None:
         """How likely the next frame is speech; tells of a turn's start and end. What it was is committed."""
-        if self._turns is None:
-            return None
+        if self._turns is None or self._judged + FRAME_SAMPLES > self._buffer.end:
+            return None  # what was being judged was committed meanwhile, as the user said nothing for too long
         self._judged += FRAME_SAMPLES
         heard = self._turns.push(probability)
         if heard == "started":

@@ -88,11 +88,16 @@ class Spoken(msgspec.Struct):
     heard_ms: float | None = None
     """None: all of it, as far as anybody knows."""
 
+    @property
+    def length_known(self) -> bool:
+        """False while it is made, where it was broken off, and of an earlier session, whose sound was not sent."""
+        return self.whole and self.audio_ms > 0
+
     def heard_text(self) -> str:
         """The words that were heard: as many of the text as time of the speech, up to the end of a word."""
         if self.heard_ms is None:
             return self.transcript
-        if self.whole and self.audio_ms > 0:
+        if self.length_known:
             num_chars = len(self.transcript) * self.heard_ms / self.audio_ms
         else:
             num_chars = _CHARS_PER_S * self.heard_ms / 1000

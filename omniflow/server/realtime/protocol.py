@@ -195,7 +195,7 @@ class Protocol:
             raise InvalidInputError(message, param="item_id")
         for piece in entry.pieces:
             if isinstance(piece, Spoken):
-                heard_ms = min(event.audio_end_ms, piece.audio_ms) if piece.whole else event.audio_end_ms
+                heard_ms = min(event.audio_end_ms, piece.audio_ms) if piece.length_known else event.audio_end_ms
                 piece.heard_ms = heard_ms if piece.heard_ms is None else min(heard_ms, piece.heard_ms)
         self._events.append(
             events.ItemTruncated(
@@ -216,11 +216,11 @@ class Protocol:
             detection = self.session.audio.input.turn_detection
             if detection is None:
                 return
-            if heard == "started":
-                if detection.interrupt_response:
-                    self._responses.interrupt()
+            if heard == "started" and detection.interrupt_response:
+                self._responses.interrupt()
+            if heard in ("started", "stopped"):
                 self._responses.quiet_since_s = None
-            elif heard == "stopped" and detection.create_response:
+            if heard == "stopped" and detection.create_response:
                 self._responses.answer_turn()
 
     def understood(self, pause: int, text: str | None) -> None:
@@ -277,6 +277,8 @@ class Protocol:
     @property
     def due_s(self) -> float | None:
         """When the user will have been silent for too long, by the clock; None: never, as things are."""
+        if self._hearing.speaking:  # a response may begin or end meanwhile
+            return None
         detection = self.session.audio.input.turn_detection
         timeout_ms = detection.idle_timeout_ms if isinstance(detection, ServerVad) else None
         since_s = self._responses.quiet_since_s

@@ -14,6 +14,7 @@ from omniflow.errors import DeadlineError, InvalidInputError, StageDiedError, Un
 from omniflow.media import AudioChunk, AudioPart, Generated, Options, TextDelta, TextPart, ToolCall, ToolCallDelta
 from omniflow.server.realtime.protocol import Bounds
 from omniflow.server.realtime.responses import Abilities
+from omniflow.server.realtime.turns import FRAME_SAMPLES
 
 from ..scripted import tone
 from .machine import EVERYTHING, MANUAL, Machine, kinds
@@ -718,3 +719,50 @@ def test_a_call_that_goes_on_after_the_next_has_begun_fails_the_response() -> No
     done = machine.gives(task, first, second, ToolCallDelta(0, "}"))[-1]["response"]
     assert done["status"] == "failed" and "call 0" in done["status_details"]["error"]["message"]
     assert machine.stops == [task.response_id]
+
+
+def patient(timeout_ms: int, **detection: Any) -> Machine:
+    settings = {"audio": {"input": {"turn_detection": {"idle_timeout_ms": timeout_ms, **detection}}}}
+    return Machine(settings, bounds=Bounds(buffer_s=60))
+
+
+def test_nobody_is_idle_who_speaks() -> None:
+    """Though a response begins and ends meanwhile."""
+    machine = patient(5000, interrupt_response=False)
+    token = machine.ask()
+    machine.gives(token, TextDelta("hm"), AudioChunk(np.zeros(24000, np.float32), 24000), end=False)
+    started = machine.say([0.9] * 20)[0]
+    machine.gives(token, end=True)
+    machine.now_s += 7
+    machine.say([0.9] * 100)
+    machine.protocol.tick()
+    assert machine.take() == []
+    stopped = machine.say([0.9] * 50 + [0.0] * 30)
+    assert "input_audio_buffer.speech_stopped" in kinds(stopped)
+    assert {event["item_id"] for event in stopped if "item_id" in event} >= {started["item_id"]}
+
+
+def test_judgements_of_what_was_committed_meanwhile_deafen_nobody() -> None:
+    machine = patient(1000)
+    machine.gives(machine.ask(), TextDelta("hm"))
+    pcm = base64.b64encode(np.ones(150 * FRAME_SAMPLES, "<i2").tobytes()).decode()
+    machine.protocol.receive(json.dumps({"type": "input_audio_buffer.append", "audio": pcm}))
+    judged = len(machine.protocol.frames()) // FRAME_SAMPLES
+    machine.now_s += 2
+    machine.protocol.tick()
+    machine.protocol.heard([0.0] * judged)
+    machine.take()
+    assert "input_audio_buffer.speech_started" in kinds(machine.say([0.9] * 80))
+
+
+def test_of_an_answer_of_an_earlier_session_as_much_was_heard_as_its_client_says() -> None:
+    """Nobody here knows how long its sound was."""
+    machine = Machine(MANUAL)
+    content = [
+        {"type": "output_audio", "transcript": "The quick brown fox jumps over the lazy dog, and then it sleeps."}
+    ]
+    item = {"type": "message", "role": "assistant", "id": "it", "content": content}
+    machine.send("conversation.item.create", item=item)
+    machine.send("conversation.item.truncate", item_id="it", content_index=0, audio_end_ms=2000)
+    (retrieved,) = machine.send("conversation.item.retrieve", item_id="it")
+    assert retrieved["item"]["content"][0]["transcript"] == "The quick brown fox jumps over"
