@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import Mock
 
+import av
 import numpy as np
 import pytest
 import soundfile
@@ -330,3 +331,21 @@ async def test_the_first_bad_recording_is_named_whichever_is_known_first(
     with pytest.raises(InvalidInputError, match=r"^messages\[0\]\.content\[0\]: ") as refused:
         await actor.run(chat(AudioPart(b"no sound", "wav"), AudioPart(b"nor this", "wav")))
     assert refused.value.param == "messages"
+
+
+def test_layer_2_of_mpeg_has_its_loudness() -> None:
+    """FFmpeg's decoder of it gives integers."""
+    buffer = io.BytesIO()
+    wave = (0.1 * np.sin(np.arange(44_100) / 8) * 2**15).astype(np.int16)
+    with av.open(buffer, "w", format="mp2") as output:
+        stream = output.add_stream("mp2", rate=44_100, layout="mono")
+        for start in range(0, len(wave) - 1151, 1152):
+            frame = av.AudioFrame.from_ndarray(wave[None, start : start + 1152], format="s16", layout="mono")
+            frame.sample_rate = 44_100
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    clip = Clip(buffer.getvalue(), where="clip", param="messages", sample_rate_hz=16_000)
+    blocks = []
+    while not clip.ended:
+        blocks.append(clip.read_block())
+    assert 0.06 < np.concatenate(blocks).std() < 0.08

@@ -4,6 +4,7 @@ import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import ctranslate2
 import numpy as np
@@ -194,3 +195,18 @@ def test_ports_and_weights() -> None:
     assert WhisperTranscriber.batch == BatchPolicy(2, 0)
     assert WhisperTranscriber.heavy
     assert [weights.name for weights in WhisperTranscriber().weights()] == ["whisper-tiny-en"]
+
+
+def test_the_limit_of_a_window_is_its_own(whisper: Whisper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is too long for 1 s of sound is a loop, also where 4 s are heard beside it."""
+
+    def looping(_encoded: object, prompts: list[object], *, max_length: int, **_more: object) -> list[Any]:
+        ids = [whisper._tokenizer.encode(" no", add_special_tokens=False).ids[0]] * min(40, max_length // 2)
+        return [SimpleNamespace(sequences_ids=[ids], no_speech_prob=0.1, scores=[-0.2]) for _ in prompts]
+
+    monkeypatch.setattr(whisper, "_model", SimpleNamespace(generate=looping))
+    monkeypatch.setattr(whisper, "encode", lambda windows, length_s: None)
+    short, long = np.ones(16_000, np.float32), np.ones(64_000, np.float32)
+    alone = whisper.generate(None, [short], 10.0)  # type: ignore[arg-type]
+    beside = whisper.generate(None, [short, long], 10.0)  # type: ignore[arg-type]
+    assert alone[0] is None and beside[0] is None and beside[1] is not None
