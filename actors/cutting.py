@@ -84,8 +84,8 @@ class Place(NamedTuple):
 
 
 def size_of(text: str, figure: int = 5) -> int:
-    """How long `text` takes to say, in Latin letters: an ideograph counts as 3, kana and hangul as 2, and a
-    figure as `figure`: as many letters a figure has when it is said, and more where it stands for thousands.
+    """How long `text` takes to say, in Latin letters: an ideograph counts as 3, kana and hangul as 2, and a figure as
+    `figure`, by default about as many letters as its word has.
 
     Never less than `len(text)`.
     """

@@ -26,7 +26,7 @@ from omniflow.prctl import die_with_parent, name_process, tell_end
 from omniflow.topology import Stage
 from omniflow.transport.arrow_shm import ArrowShmLink, SharedMemory
 from omniflow.transport.base import Link
-from omniflow.transport.cuda_driver import Cuda, cuda
+from omniflow.transport.cuda_driver import cuda, has_bindings
 
 if TYPE_CHECKING:
     from multiprocess.connection import Connection
@@ -165,15 +165,13 @@ async def watch_gpu(host: Host, every_s: float) -> None:
     """End `host` once the context of its GPU is dead. A kernel that fails kills it, and no call says so until somebody
     waits for the GPU: who has only sent tensors on looks well, and whoever reads them would wait for ever.
     """
-    gpu: Cuda | None = None
+    if not has_bindings():
+        return  # there are no lanes then, either
     while True:
         await anyio.sleep(every_s)
         try:
-            if gpu is not None:
-                gpu.look()
-            elif uses_gpu():
-                gpu = cuda()
+            if uses_gpu():
+                cuda().look()
         except DeviceError as error:
-            if gpu is not None:
-                host.lose_gpu(error)
-            return  # without CUDA's bindings there are no lanes, either
+            host.lose_gpu(error)
+            return

@@ -390,6 +390,7 @@ async def test_a_host_whose_gpu_does_nothing_any_more_ends_though_nobody_waits_f
     graph.input(line=faulty)
     graph.output(line=faulty)
     uses, gpu = iter([False, False]), Kernels(3)
+    monkeypatch.setattr(process, "has_bindings", lambda: True)
     monkeypatch.setattr(process, "uses_gpu", lambda: next(uses, True))
     monkeypatch.setattr(process, "cuda", lambda: gpu)
     async with around("faulty", graph, cluster_named("1xh200")) as it:
@@ -400,15 +401,23 @@ async def test_a_host_whose_gpu_does_nothing_any_more_ends_though_nobody_waits_f
         assert it.host.broken
 
 
-async def test_a_host_without_cudas_bindings_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking() -> Any:
-        raise DeviceError("cuda-bindings is not installed")
+@pytest.mark.parametrize("has_bindings", [True, False])
+async def test_a_gpu_that_is_dead_before_the_first_look_is_noticed_where_it_can_be(
+    has_bindings: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dead() -> Any:
+        raise DeviceError("cuDevicePrimaryCtxRetain failed: CUDA_ERROR_ASSERT")
 
+    monkeypatch.setattr(process, "has_bindings", lambda: has_bindings)
     monkeypatch.setattr(process, "uses_gpu", lambda: True)
-    monkeypatch.setattr(process, "cuda", lacking)
-    async with around("shout") as it:
+    monkeypatch.setattr(process, "cuda", dead)
+    graph = Graph("faulty")
+    faulty = graph.stage("faulty", Faulty, device="gpu")
+    graph.input(line=faulty)
+    graph.output(line=faulty)
+    async with around("faulty", graph, cluster_named("1xh200")) as it:
         await process.watch_gpu(it.host, 0.001)
-        assert not it.host.broken
+        assert it.host.broken == has_bindings
 
 
 class Stuck:

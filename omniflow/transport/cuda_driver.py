@@ -133,6 +133,15 @@ class Cuda:
         self.call(self.driver.cuMemHostUnregister, words.ctypes.data)
 
 
+def has_bindings() -> bool:
+    """Whether the driver can be called from Python here."""
+    try:
+        import cuda.bindings.driver  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 @functools.cache
 def cuda(index: int = 0) -> Cuda:
     """The GPU number `index` of those that this process sees."""
